@@ -1,0 +1,23 @@
+"""The typed Python face of the compiled module, on tensors.
+
+Everything above this folder speaks of tensors; csrc/ speaks of addresses. This is where the one becomes the other, and
+where the same functions run in plain torch when the compiled module is absent.
+"""
+
+from megasetup.kernels.convert import Comparison, compare, narrow, widen
+from megasetup.kernels.native import NativeStatus, get_num_threads, native_status, set_num_threads
+from megasetup.kernels.transfer import CopyJob, Transfer, TransferStats
+
+__all__ = [
+    "Comparison",
+    "CopyJob",
+    "NativeStatus",
+    "Transfer",
+    "TransferStats",
+    "compare",
+    "get_num_threads",
+    "narrow",
+    "native_status",
+    "set_num_threads",
+    "widen",
+]

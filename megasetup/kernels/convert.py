@@ -1,0 +1,128 @@
+"""widen, narrow and compare over any number of tensors in one call.
+
+Megatron's per-tensor copies pay a launch, or a thread-pool barrier, for each of thousands of small tensors. These take
+the whole list: one launch on a GPU, one parallel loop on the CPU.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from megasetup.kernels import native, plain
+from megasetup.kernels.rows import check_pair
+
+
+class Comparison(NamedTuple):
+    """How a master differs from its weight.
+
+    A NaN on both sides counts as equal, whatever its payload; zeros of different sign differ.
+
+    Attributes:
+        exact_differences: elements where the master is not the widened weight, bit for bit.
+        rounded_differences: elements where the master, rounded to the weight's dtype, is not the weight.
+        first_exact: index of the first of exact_differences, -1 when there is none.
+        first_rounded: index of the first of rounded_differences, -1 when there is none.
+    """
+
+    exact_differences: int
+    rounded_differences: int
+    first_exact: int
+    first_rounded: int
+
+
+def _stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _rows(low: Sequence[torch.Tensor], high: Sequence[torch.Tensor], *, low_first: bool) -> array[int]:
+    if len(low) != len(high):
+        raise ValueError(f"{len(low)} weights and {len(high)} copies: there must be as many of one as of the other")
+    device = low[0].device
+    rows: array[int] = array("q")
+    for weight, copy in zip(low, high, strict=True):
+        kind = check_pair(weight, copy)
+        if weight.device != device:
+            raise ValueError(f"tensors on {device} and on {weight.device} in one call: one call takes one device")
+        source, target = (weight, copy) if low_first else (copy, weight)
+        rows.extend((kind, source.data_ptr(), target.data_ptr(), weight.numel()))
+    return rows
+
+
+def widen(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Write each BF16 or FP16 source into its FP32 target, exactly (FP32 into FP32 is a plain copy).
+
+    Args:
+        sources: contiguous tensors of bfloat16, float16 or float32, any shapes, all on one device.
+        targets: contiguous float32 tensors with the sources' element counts, on the same device.
+
+    Raises:
+        TypeError: dtypes that do not go together.
+        ValueError: counts, element counts, devices or strides that do not match; nothing has been written then.
+    """
+    if not sources and not targets:
+        return
+    rows = _rows(sources, targets, low_first=True)
+    device = sources[0].device
+    module = native.for_device(device)
+    if module is None:
+        plain.widen(sources, targets)
+    elif device.type == "cpu":
+        module.cpu.widen(rows)
+    else:
+        module.gpu.widen(rows, device.index, _stream(device))
+
+
+def narrow(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Write each FP32 source into its BF16 or FP16 target, rounded to nearest even; a NaN stays a NaN.
+
+    Args:
+        sources: contiguous float32 tensors, any shapes, all on one device.
+        targets: contiguous bfloat16, float16 or float32 tensors with the same element counts, on the same device.
+
+    Raises:
+        TypeError: dtypes that do not go together.
+        ValueError: counts, element counts, devices or strides that do not match; nothing has been written then.
+    """
+    if not sources and not targets:
+        return
+    rows = _rows(targets, sources, low_first=False)
+    device = targets[0].device
+    module = native.for_device(device)
+    if module is None:
+        plain.narrow(sources, targets)
+    elif device.type == "cpu":
+        module.cpu.narrow(rows)
+    else:
+        module.gpu.narrow(rows, device.index, _stream(device))
+
+
+def compare(weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> list[Comparison]:
+    """Compare each master with its weight, exactly and after rounding. Waits for the result.
+
+    Args:
+        weights: contiguous tensors of bfloat16, float16 or float32, any shapes, all on one device.
+        masters: contiguous tensors (float32, or the weight's dtype) with the same element counts, on the same device.
+
+    Returns:
+        One Comparison a pair, in order.
+
+    Raises:
+        TypeError: dtypes that do not go together.
+        ValueError: counts, element counts, devices or strides that do not match.
+    """
+    if not weights and not masters:
+        return []
+    rows = _rows(weights, masters, low_first=True)
+    device = weights[0].device
+    module = native.for_device(device)
+    if module is None:
+        results = plain.compare(weights, masters)
+    elif device.type == "cpu":
+        results = module.cpu.compare(rows)
+    else:
+        results = module.gpu.compare(rows, device.index, _stream(device))
+    return [Comparison(*result) for result in results]
