@@ -1,0 +1,193 @@
+"""Finds the MoE routers of a model, and keeps their expert bias in FP32.
+
+A router adds its expert bias to every score and moves it by tiny steps; in BF16 both the steps and the token counts
+that decide them are rounded away. Megatron converts the whole model to BF16 and then casts the bias back, router by
+router, from what BF16 left of it. Here every router is found wherever it sits, values that were FP32 keep all their
+bits, and what has to be recast is recast in one call. Megatron is imported when it is first needed, not with this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasetup import kernels
+
+# The FP32 state of a router, by the names of Megatron's TopKRouter.
+BUFFER_NAMES = ("expert_bias", "qb_beta", "qb_beta_accum", "local_tokens_per_expert")
+
+_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+_ALIGNMENT = 4  # FP32 elements in 16 bytes, the widest load of a kernel
+
+_numel = torch.Tensor.numel
+_dim = torch.Tensor.dim
+_device = attrgetter("device")
+
+
+def _is_router(module: nn.Module) -> bool:
+    # If Megatron's router file was never imported, nothing can be an instance of its class.
+    router_file = sys.modules.get("megatron.core.transformer.moe.router")
+    if router_file is not None and isinstance(module, router_file.Router):
+        return True
+    # Routers of other families keep Megatron's contract without its class.
+    return hasattr(type(module), "_maintain_float32_expert_bias") or "expert_bias" in module._buffers
+
+
+def find_routers(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every MoE router of a model, whatever it is wrapped in or nested in.
+
+    A router is a Megatron Router, or any module with a `_maintain_float32_expert_bias` method or an `expert_bias`
+    buffer. All submodules are walked, so that dense-to-MoE layers, MTP layers, hybrid stacks and language models inside
+    vision or omni models are reached without knowing their attribute names.
+
+    Args:
+        model: a module, or a sequence of model chunks.
+
+    Yields:
+        (name, router), each router once even when it is shared. The name is the one of `named_modules`; for a sequence
+        it begins with the index of the chunk ("0.module.decoder.layers.3.mlp.router").
+
+    Raises:
+        TypeError: model is neither a module nor a sequence of modules.
+    """
+    if isinstance(model, nn.Module):
+        chunks = {"": model}
+    elif isinstance(model, Sequence) and all(isinstance(chunk, nn.Module) for chunk in model):
+        chunks = {str(index): chunk for index, chunk in enumerate(model)}
+    else:
+        raise TypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module or a list of them (model chunks)")
+    seen: set[nn.Module] = set()
+    for prefix, chunk in chunks.items():
+        for name, module in chunk.named_modules(memo=seen, prefix=prefix):
+            if _is_router(module):
+                yield name, module
+
+
+def _named_buffers(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for _, router in find_routers(model):
+        for name in BUFFER_NAMES:
+            # None, or absent, where the router's kind of load balancing does not use it.
+            buffer = router._buffers.get(name)
+            if buffer is not None:
+                yield router, name, buffer
+
+
+def low_precision_buffers(model: nn.Module | Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The router buffers that ought to be FP32 and are BF16 or FP16, each once, in the order of `find_routers`.
+
+    Args:
+        model: a module, or a sequence of model chunks.
+
+    Raises:
+        TypeError: model is neither a module nor a sequence of modules.
+    """
+    found = {id(buffer): buffer for _, _, buffer in _named_buffers(model) if buffer.dtype in _LOW_PRECISION}
+    return list(found.values())
+
+
+def _empty_float32(buffers: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
+    """Uninitialised FP32 tensors with the buffers' shapes: one allocation, each tensor 16-byte aligned."""
+    counts = list(map(_numel, buffers))
+    regular = not any(count % _ALIGNMENT for count in set(counts)) and set(map(_dim, buffers)) == {1}
+    sizes = counts if regular else [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+    # The unsafe split keeps no record that its results are views, which is a quarter of the cost of a split. Nothing
+    # here goes through autograd.
+    pieces: Sequence[torch.Tensor] = flat.unsafe_split_with_sizes(sizes)
+    if regular:
+        return pieces
+    return [piece[: buffer.numel()].view(buffer.shape) for piece, buffer in zip(pieces, buffers, strict=True)]
+
+
+def recast_buffers(buffers: Sequence[torch.Tensor]) -> None:
+    """Turn BF16 and FP16 buffers into FP32, exactly, with one `widen` a device.
+
+    Each tensor object stays what it is and where it is registered; its data is replaced. The new data of one device
+    share one allocation. On the meta device only the dtype changes.
+
+    Args:
+        buffers: contiguous bfloat16 or float16 tensors of any shape (Megatron's are [experts]), on any devices.
+
+    Raises:
+        TypeError: a buffer of another dtype that cannot be widened.
+        ValueError: a buffer that is not contiguous. No buffer of its device has been changed then.
+    """
+    # A few microseconds decide whether this beats one cast a buffer: what is asked of every buffer is asked by `map`.
+    devices = set(map(_device, buffers))
+    for device in devices:
+        here = buffers if len(devices) == 1 else [buffer for buffer in buffers if buffer.device == device]
+        targets = _empty_float32(here, device)
+        if device.type != "meta":
+            kernels.widen(here, targets)
+        for buffer, target in zip(here, targets, strict=True):
+            buffer.data = target
+
+
+def recast_expert_bias(model: nn.Module | Sequence[nn.Module]) -> int:
+    """Turn every router's expert_bias, qb_beta, qb_beta_accum and local_tokens_per_expert into FP32.
+
+    BF16 and FP16 buffers are widened, all of one device in one call, and stay the same tensor objects. FP32 buffers are
+    left alone, so that a second call does nothing.
+
+    Args:
+        model: a module, or a sequence of model chunks.
+
+    Returns:
+        How many buffers were recast.
+
+    Raises:
+        TypeError: model is neither a module nor a sequence of modules.
+        ValueError: a buffer that is not contiguous.
+    """
+    buffers = low_precision_buffers(model)
+    recast_buffers(buffers)
+    return len(buffers)
+
+
+@functools.cache
+def _moe_float16_module() -> type[nn.Module]:
+    from megatron.core.transformer.module import Float16Module
+
+    class MoEFloat16Module(Float16Module):  # type: ignore[misc]
+        """Float16Module whose routers keep their expert bias, and what it is computed from, in FP32.
+
+        Router buffers that are FP32 before the wrap are put back as they were, the same tensor objects with all their
+        bits; those that are BF16 or FP16 are recast.
+
+        Args:
+            config: a Megatron TransformerConfig with bf16 or fp16 set.
+            module: the model (chunk) to convert and wrap.
+
+        Raises:
+            Exception: the config sets neither bf16 nor fp16 (Float16Module's own error; the module is untouched).
+        """
+
+        def __init__(self, config: Any, module: nn.Module) -> None:
+            # Float16Module converts everything to 16 bits at once. The FP32 tensors are set aside, because no cast
+            # brings back the bits that this loses.
+            float32 = [kept for kept in _named_buffers(module) if kept[2].dtype == torch.float32]
+            super().__init__(config, module)
+            for router, name, buffer in float32:
+                router._buffers[name] = buffer
+            self.re_enable_float32_expert_bias()
+
+        def re_enable_float32_expert_bias(self) -> None:
+            """Recast the expert bias of every router in the wrapped module to FP32, in one call a device."""
+            recast_expert_bias(self.module)
+
+    # Its public address, by which pickle and tracebacks name it.
+    MoEFloat16Module.__qualname__ = "MoEFloat16Module"
+    return MoEFloat16Module
+
+
+def __getattr__(name: str) -> Any:
+    # Its base class is Megatron's, so the class is made when it is first asked for.
+    if name == "MoEFloat16Module":
+        return _moe_float16_module()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
