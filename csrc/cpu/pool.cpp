@@ -1,0 +1,217 @@
+#include "cpu/pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace megasetup::cpu {
+namespace {
+
+// How often a waiting caller looks for Ctrl-C.
+constexpr auto kInterruptPeriod = std::chrono::milliseconds(20);
+// Looks at the queue before a spinning worker offers its core to others.
+constexpr int kSpinsBeforeYield = 256;
+
+void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int positive_from_environment(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? 0 : std::max(0, std::atoi(text));
+}
+
+// Ranks of this host, as torchrun, Slurm, Open MPI and MPICH say it; 1 when none does.
+int local_ranks() {
+  for (const char* name :
+       {"LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}) {
+    if (const int ranks = positive_from_environment(name)) return ranks;
+  }
+  return 1;
+}
+
+std::atomic<Pool*>& current_pool() {
+  static std::atomic<Pool*> pool{nullptr};
+  return pool;
+}
+
+// The parent's workers do not exist in a child, and its lock may be held by one of them: the child abandons the pool.
+void forget_pool_in_child() { current_pool().store(nullptr); }
+
+}  // namespace
+
+bool Batch::work() {
+  int64_t taken = 0;
+  for (int64_t block; (block = next_.fetch_add(1, std::memory_order_relaxed)) < blocks_; ++taken) run_(block);
+  return taken > 0 && finished_.fetch_add(taken, std::memory_order_acq_rel) + taken == blocks_;
+}
+
+Pool& Pool::instance() {
+  static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_in_child);
+  (void)registered;
+  Pool* pool = current_pool().load(std::memory_order_acquire);
+  if (pool == nullptr) {
+    auto fresh = std::make_unique<Pool>();
+    if (current_pool().compare_exchange_strong(pool, fresh.get())) pool = fresh.release();
+  }
+  return *pool;
+}
+
+int Pool::default_threads() {
+  if (const int threads = positive_from_environment("MEGASETUP_NUM_THREADS")) return threads;
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  const int cores = sched_getaffinity(0, sizeof(allowed), &allowed) == 0
+                        ? CPU_COUNT(&allowed)
+                        : static_cast<int>(std::thread::hardware_concurrency());
+  return std::max(1, std::min(8, cores / local_ranks()));
+}
+
+int Pool::num_threads() {
+  const std::lock_guard lock(mutex_);
+  return wanted_ > 0 ? wanted_ : default_threads();
+}
+
+void Pool::set_num_threads(int threads) {
+  if (threads < 1) throw std::invalid_argument("num_threads is " + std::to_string(threads) + ": at least 1 is needed");
+  std::vector<std::thread> surplus;
+  {
+    const std::lock_guard lock(mutex_);
+    wanted_ = threads;
+    surplus = take_surplus(threads);
+  }
+  wake_.notify_all();
+  for (auto& thread : surplus) thread.join();
+}
+
+void Pool::set_cores(const std::vector<int>& cores) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  std::vector<int> usable;
+  for (const int core : cores) {
+    if (core >= 0 && core < CPU_SETSIZE && CPU_ISSET(core, &allowed)) usable.push_back(core);
+  }
+  if (usable.empty()) return;
+  const std::lock_guard lock(mutex_);
+  if (usable == cores_) return;
+  cores_ = std::move(usable);
+  for (auto& thread : threads_) apply_cores(thread);
+}
+
+void Pool::apply_cores(std::thread& thread) const {
+  if (cores_.empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores_) CPU_SET(core, &set);
+  // A refusal costs speed, not correctness.
+  (void)pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
+}
+
+void Pool::start_missing() {
+  running_ = wanted_ > 0 ? wanted_ : default_threads();
+  while (static_cast<int>(threads_.size()) < running_) {
+    threads_.emplace_back(&Pool::worker, this, static_cast<int>(threads_.size()));
+    apply_cores(threads_.back());
+  }
+}
+
+std::vector<std::thread> Pool::take_surplus(int keep) {
+  running_ = std::min(running_, keep);
+  std::vector<std::thread> surplus;
+  while (static_cast<int>(threads_.size()) > keep) {
+    surplus.push_back(std::move(threads_.back()));
+    threads_.pop_back();
+  }
+  return surplus;
+}
+
+void Pool::shutdown() {
+  std::vector<std::thread> surplus;
+  {
+    const std::lock_guard lock(mutex_);
+    surplus = take_surplus(0);
+  }
+  wake_.notify_all();
+  for (auto& thread : surplus) thread.join();
+}
+
+void Pool::submit(const std::shared_ptr<Batch>& batch) {
+  {
+    const std::lock_guard lock(mutex_);
+    start_missing();
+    queue_.push_back(batch);
+    submissions_.fetch_add(1, std::memory_order_release);
+  }
+  wake_.notify_all();
+}
+
+bool Pool::run(int64_t blocks, const std::function<void(int64_t)>& run, const std::function<bool()>& interrupted) {
+  const auto batch = std::make_shared<Batch>(blocks, run);
+  submit(batch);
+  bool cancelled = false;
+  std::unique_lock lock(mutex_);
+  while (!finished_.wait_for(lock, kInterruptPeriod, [&] { return batch->done(); })) {
+    lock.unlock();
+    if (!cancelled && interrupted()) {
+      cancelled = true;
+      cancel(*batch);
+    }
+    lock.lock();
+  }
+  return !cancelled;
+}
+
+void Pool::cancel(Batch& batch) {
+  // Blocks not yet taken count as finished, so that done() means: nothing runs any more.
+  const int64_t taken = std::min(batch.next_.exchange(batch.blocks_, std::memory_order_acq_rel), batch.blocks_);
+  batch.finished_.fetch_add(batch.blocks_ - taken, std::memory_order_acq_rel);
+}
+
+void Pool::worker(int index) {
+  std::unique_lock lock(mutex_);
+  while (index < running_) {
+    while (!queue_.empty() && queue_.front()->exhausted()) queue_.pop_front();
+    if (!queue_.empty()) {
+      const std::shared_ptr<Batch> batch = queue_.front();
+      lock.unlock();
+      const bool last = batch->work();
+      lock.lock();
+      if (last) finished_.notify_all();
+      continue;
+    }
+    if (awake_.load(std::memory_order_relaxed) > 0) {
+      const int64_t seen = submissions_.load(std::memory_order_relaxed);
+      lock.unlock();
+      for (int spins = 0; submissions_.load(std::memory_order_acquire) == seen && spins < 16 * kSpinsBeforeYield;) {
+        if (++spins % kSpinsBeforeYield == 0) sched_yield();
+        pause_core();
+      }
+      lock.lock();
+      continue;
+    }
+    wake_.wait(lock);
+  }
+}
+
+Pool::KeepAwake::KeepAwake(Pool& pool) : pool_(pool) {
+  {
+    const std::lock_guard lock(pool.mutex_);
+    pool.start_missing();
+    pool.awake_.fetch_add(1);
+  }
+  pool.wake_.notify_all();
+}
+
+Pool::KeepAwake::~KeepAwake() { pool_.awake_.fetch_sub(1); }
+
+}  // namespace megasetup::cpu

@@ -1,0 +1,90 @@
+// The worker threads. They sleep when idle, spin while a pipeline keeps them awake (a chunk arrives every 75 us, a wake-up
+// takes as long), and come back after a fork: a child starts with no workers and makes its own when it needs them.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace megasetup::cpu {
+
+// Work that any number of workers may take blocks of, in any order.
+class Batch {
+ public:
+  // `run(block)` is called once for every block in [0, blocks); it must not throw.
+  Batch(int64_t blocks, std::function<void(int64_t)> run) : blocks_(blocks), run_(std::move(run)) {}
+
+  bool done() const { return finished_.load(std::memory_order_acquire) == blocks_; }
+
+ private:
+  friend class Pool;
+  bool exhausted() const { return next_.load(std::memory_order_relaxed) >= blocks_; }
+  // Takes blocks until none is left; true if this call finished the last one.
+  bool work();
+
+  const int64_t blocks_;
+  const std::function<void(int64_t)> run_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> finished_{0};
+};
+
+class Pool {
+ public:
+  // The pool of this process.
+  static Pool& instance();
+  // min(8, cores this process may use / local ranks), or MEGASETUP_NUM_THREADS. At least 1.
+  static int default_threads();
+
+  int num_threads();
+  // Takes effect at the next submission; throws std::invalid_argument below 1.
+  void set_num_threads(int threads);
+  // Keep the workers on these cores (those of the GPU's NUMA node); ignored when this process may use none of them.
+  void set_cores(const std::vector<int>& cores);
+
+  void submit(const std::shared_ptr<Batch>& batch);
+  // Submit and wait, asking `interrupted` now and then; a batch that is interrupted stops handing out blocks.
+  // Returns false when it was interrupted. No block runs after this returns.
+  bool run(int64_t blocks, const std::function<void(int64_t)>& run, const std::function<bool()>& interrupted);
+  // Blocks not yet taken are given up. Afterwards wait until done() before freeing what the blocks use.
+  static void cancel(Batch& batch);
+  // Join the workers. The pool may be used again and starts new ones then.
+  void shutdown();
+
+  // While one lives, idle workers spin instead of sleeping.
+  class KeepAwake {
+   public:
+    explicit KeepAwake(Pool& pool);
+    ~KeepAwake();
+    KeepAwake(const KeepAwake&) = delete;
+    KeepAwake& operator=(const KeepAwake&) = delete;
+
+   private:
+    Pool& pool_;
+  };
+
+ private:
+  void worker(int index);
+  void apply_cores(std::thread& thread) const;
+  // Both are called with mutex_ held.
+  void start_missing();
+  std::vector<std::thread> take_surplus(int keep);
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable finished_;
+  std::deque<std::shared_ptr<Batch>> queue_;
+  std::vector<std::thread> threads_;
+  std::vector<int> cores_;
+  int wanted_ = 0;  // 0: the default
+  int running_ = 0;  // workers with an index at or above this leave
+  std::atomic<int> awake_{0};
+  std::atomic<int64_t> submissions_{0};
+};
+
+}  // namespace megasetup::cpu

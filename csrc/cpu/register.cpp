@@ -1,0 +1,69 @@
+// megasetup._C.cpu: the CPU kernels over rows of (kind, source, target, count), and the worker pool's settings.
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+#include "cpu/pool.h"
+#include "python.h"
+
+namespace py = pybind11;
+
+namespace megasetup {
+namespace {
+
+// The weight is the source of a widening and the target of a narrowing.
+cpu::Segments segments_of(const py::buffer& buffer, int64_t weight_column) {
+  const Rows rows(buffer, 4);
+  std::vector<cpu::Segment> segments;
+  segments.reserve(static_cast<size_t>(rows.size()));
+  for (int64_t row = 0; row < rows.size(); ++row) {
+    segments.push_back({rows.kind(row), rows.address<void>(row, weight_column),
+                        rows.address<void>(row, 3 - weight_column), rows.count(row)});
+  }
+  return cpu::Segments(std::move(segments));
+}
+
+template <typename Work>
+void without_gil(const Work& work) {
+  bool finished = false;
+  {
+    const py::gil_scoped_release release;
+    finished = work();
+  }
+  if (!finished) throw py::error_already_set();
+}
+
+}  // namespace
+
+void register_cpu(py::module_& module) {
+  auto cpu_module = module.def_submodule("cpu", "Kernels on host memory");
+  cpu_module.def("widen", [](const py::buffer& rows) {
+    const auto segments = segments_of(rows, 1);
+    without_gil([&] { return cpu::widen(segments, signal_raised); });
+  });
+  cpu_module.def("narrow", [](const py::buffer& rows) {
+    const auto segments = segments_of(rows, 2);
+    without_gil([&] { return cpu::narrow(segments, signal_raised); });
+  });
+  cpu_module.def("compare", [](const py::buffer& rows) {
+    const auto segments = segments_of(rows, 1);
+    std::vector<Comparison> results;
+    without_gil([&] { return cpu::compare(segments, results, signal_raised); });
+    py::list list;
+    for (const Comparison& result : results) list.append(to_python(result));
+    return list;
+  });
+  cpu_module.def("num_threads", [] { return cpu::Pool::instance().num_threads(); });
+  cpu_module.def("set_num_threads", [](int threads) {
+    const py::gil_scoped_release release;
+    cpu::Pool::instance().set_num_threads(threads);
+  });
+  cpu_module.def("instruction_set", [] { return cpu::kernels().name; });
+  cpu_module.def("instruction_sets", cpu::kernel_names);
+  cpu_module.def("set_instruction_set", cpu::set_kernels);
+  // Workers must not outlive the interpreter's own teardown.
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    const py::gil_scoped_release release;
+    cpu::Pool::instance().shutdown();
+  }));
+}
+
+}  // namespace megasetup

@@ -1,0 +1,133 @@
+// The loops that every vector instruction set shares: peel to the target's alignment, run whole vectors, finish by the
+// scalar kernels. An instruction set supplies a Vector type that says how one vector is loaded, converted and stored.
+//
+// A Vector V has: V::kLanes (elements of FP32 in one vector); Wide (FP32 bits in a register) and Low (the same number of
+// 16-bit values); load_low/load_wide/store_low/store_wide for any alignment; stream_wide for aligned addresses; fence();
+// widen(Low) and narrow(Wide) for the dtype; differing_wide/differing_low, which give a bit mask of lanes that differ,
+// leaving out lanes where both sides are NaN.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "cpu/kernels.h"
+
+namespace megasetup::cpu {
+
+// (static: each instruction set's file must keep its own copy, or the linker could give one file another's instructions.)
+// Elements before `address` reaches a multiple of `alignment`, or `count` when it never does.
+static inline size_t elements_to_alignment(const float* address, size_t alignment, size_t count) {
+  const auto value = reinterpret_cast<uintptr_t>(address);
+  if (value % sizeof(float) != 0) return count;
+  const size_t elements = (alignment - value % alignment) % alignment / sizeof(float);
+  return elements < count ? elements : count;
+}
+
+template <typename V>
+void widen_loop(const uint16_t* source, float* target, size_t count, bool stream,
+                void (*scalar)(const uint16_t*, float*, size_t, bool)) {
+  size_t i = 0;
+  const size_t head = elements_to_alignment(target, sizeof(typename V::Wide), count);
+  if (stream && head < count) {
+    scalar(source, target, head, false);
+    i = head;
+    for (; i + 4 * V::kLanes <= count; i += 4 * V::kLanes) {
+      for (size_t k = 0; k < 4; ++k) {
+        V::stream_wide(target + i + k * V::kLanes, V::widen(V::load_low(source + i + k * V::kLanes)));
+      }
+    }
+    V::fence();
+  }
+  for (; i + V::kLanes <= count; i += V::kLanes) V::store_wide(target + i, V::widen(V::load_low(source + i)));
+  scalar(source + i, target + i, count - i, false);
+}
+
+template <typename V>
+void narrow_loop(const float* source, uint16_t* target, size_t count,
+                 void (*scalar)(const float*, uint16_t*, size_t)) {
+  size_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) V::store_low(target + i, V::narrow(V::load_wide(source + i)));
+  scalar(source + i, target + i, count - i);
+}
+
+template <typename V>
+Comparison compare_loop(const uint16_t* weight, const float* master, size_t count,
+                        Comparison (*scalar)(const uint16_t*, const float*, size_t)) {
+  Comparison result;
+  size_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) {
+    const auto low = V::load_low(weight + i);
+    const auto high = V::load_wide(master + i);
+    const uint32_t exact = V::differing_wide(V::widen(low), high);
+    // A master that equals the widened weight also rounds to it, so a healthy run of memory stops here.
+    if (exact == 0) continue;
+    const uint32_t rounded = V::differing_low(low, high) & exact;
+    if (result.exact_differences == 0) result.first_exact = static_cast<int64_t>(i) + std::countr_zero(exact);
+    if (result.rounded_differences == 0 && rounded != 0) {
+      result.first_rounded = static_cast<int64_t>(i) + std::countr_zero(rounded);
+    }
+    result.exact_differences += std::popcount(exact);
+    result.rounded_differences += std::popcount(rounded);
+  }
+  const Comparison rest = scalar(weight + i, master + i, count - i);
+  if (result.exact_differences == 0 && rest.exact_differences != 0) {
+    result.first_exact = static_cast<int64_t>(i) + rest.first_exact;
+  }
+  if (result.rounded_differences == 0 && rest.rounded_differences != 0) {
+    result.first_rounded = static_cast<int64_t>(i) + rest.first_rounded;
+  }
+  result.exact_differences += rest.exact_differences;
+  result.rounded_differences += rest.rounded_differences;
+  return result;
+}
+
+template <typename V>
+void copy_loop(const void* source, void* target, size_t bytes, bool stream,
+               void (*scalar)(const void*, void*, size_t, bool)) {
+  const auto* from = static_cast<const char*>(source);
+  auto* to = static_cast<char*>(target);
+  constexpr size_t kStep = sizeof(typename V::Wide);
+  const size_t head = (kStep - reinterpret_cast<uintptr_t>(to) % kStep) % kStep;
+  if (!stream || bytes < head + kStep) {
+    scalar(source, target, bytes, false);
+    return;
+  }
+  scalar(from, to, head, false);
+  size_t i = head;
+  for (; i + kStep <= bytes; i += kStep) {
+    V::stream_wide(reinterpret_cast<float*>(to + i), V::load_wide(reinterpret_cast<const float*>(from + i)));
+  }
+  V::fence();
+  scalar(from + i, to + i, bytes - i, false);
+}
+
+// The table for an instruction set, from its BF16 and FP16 vectors.
+template <typename Bf16, typename Fp16>
+Kernels vector_kernels(const char* name) {
+  return Kernels{
+      name,
+      [](const uint16_t* source, float* target, size_t count, bool stream) {
+        widen_loop<Bf16>(source, target, count, stream, scalar_kernels().widen_bf16);
+      },
+      [](const uint16_t* source, float* target, size_t count, bool stream) {
+        widen_loop<Fp16>(source, target, count, stream, scalar_kernels().widen_fp16);
+      },
+      [](const float* source, uint16_t* target, size_t count) {
+        narrow_loop<Bf16>(source, target, count, scalar_kernels().narrow_bf16);
+      },
+      [](const float* source, uint16_t* target, size_t count) {
+        narrow_loop<Fp16>(source, target, count, scalar_kernels().narrow_fp16);
+      },
+      [](const void* source, void* target, size_t bytes, bool stream) {
+        copy_loop<Bf16>(source, target, bytes, stream, scalar_kernels().copy);
+      },
+      [](const uint16_t* weight, const float* master, size_t count) {
+        return compare_loop<Bf16>(weight, master, count, scalar_kernels().compare_bf16);
+      },
+      [](const uint16_t* weight, const float* master, size_t count) {
+        return compare_loop<Fp16>(weight, master, count, scalar_kernels().compare_fp16);
+      },
+  };
+}
+
+}  // namespace megasetup::cpu
