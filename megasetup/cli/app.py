@@ -6,10 +6,15 @@ So `megasetup --help` does not wait for a benchmark's imports, and this file rea
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,3 +57,113 @@ def doctor(
         this.show(found, advice, stdout())
     if not this.healthy(found):
         raise typer.Exit(1)
+
+
+bench = typer.Typer(no_args_is_help=True, help="Time the usual way and ours, in turn, on the same tensors.")
+app.add_typer(bench, name="bench")
+
+_Json = Annotated[Path | None, typer.Option("--json", help="Write every figure, with the environment, to this file.")]
+_Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu. Default: a GPU if there is one.")]
+
+
+@contextmanager
+def _messages() -> Iterator[Console]:
+    """The console for results; an error that the user can mend ends the command as one message."""
+    from megasetup.cli.console import stdout
+    from megasetup.cli.errors import CommandError
+
+    try:
+        yield stdout()
+    except CommandError as error:
+        typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from error
+
+
+@bench.command()
+def sync(
+    shapes: Annotated[
+        str,
+        typer.Option(help="qwen2.5-7b, qwen3-30b-a3b-quarter, llama-3.1-8b or tiny; several with commas between."),
+    ] = "tiny",
+    safetensors: Annotated[
+        Path | None, typer.Option(help="A checkpoint folder whose tensors to use instead of --shapes.")
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Keep this share of the layers of --shapes.")] = 1.0,
+    mode: Annotated[str, typer.Option(help="standard, precision-aware or both.")] = "both",
+    levels: Annotated[
+        str | None, typer.Option(help="Refresh these levels alone, as in 1,2. Default: all of the mode.")
+    ] = None,
+    threads: Annotated[
+        str | None, typer.Option(help="CPU threads, each count timed, as in 8,2,1. Default: the package's own.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of our way.")] = 5,
+    baseline_repeat: Annotated[int, typer.Option(min=0, help="Runs of the per-tensor path; 0 leaves it out.")] = 2,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes that sync at the same time, each with a GPU and a shard of its own.")
+    ] = 1,
+    device: _Device = None,
+    json_file: _Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rates into this PNG file.")] = None,
+) -> None:
+    """Refresh every FP32 copy: the per-tensor path against one plan."""
+    from megasetup.cli.bench.command import run_sync
+
+    with _messages() as console:
+        run_sync(
+            console,
+            shape_names=shapes,
+            folder=safetensors,
+            scale=scale,
+            mode=mode,
+            levels=levels,
+            threads=threads,
+            repeat=repeat,
+            baseline_repeat=baseline_repeat,
+            rank_count=ranks,
+            device_name=device,
+            json_file=json_file,
+            plot_file=plot,
+        )
+
+
+@bench.command()
+def expert_bias(
+    routers: Annotated[int, typer.Option(min=1, help="Routers of the model.")] = 60,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of a router.")] = 256,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each way.")] = 200,
+    device: _Device = None,
+    json_file: _Json = None,
+) -> None:
+    """Recast expert bias to FP32: one .to() each against one launch."""
+    from megasetup.cli.bench.command import run_expert_bias
+
+    with _messages() as console:
+        run_expert_bias(
+            console, routers=routers, experts=experts, repeat=repeat, device_name=device, json_file=json_file
+        )
+
+
+@bench.command()
+def host(
+    elements: Annotated[
+        float, typer.Option(min=1, help="Elements of each tensor; choose more than any cache.")
+    ] = 256e6,
+    threads: Annotated[
+        str | None, typer.Option(help="CPU threads of both sides, each count timed, as in 8,2,1.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each way.")] = 7,
+    pin_bytes: Annotated[float, typer.Option(min=4096, help="Memory to pin, where there is a GPU.")] = 5e9,
+    json_file: _Json = None,
+) -> None:
+    """Time the CPU kernels against torch, and what pinning memory costs."""
+    from megasetup.cli.bench.command import run_host
+
+    with _messages() as console:
+        run_host(
+            console,
+            elements=int(elements),
+            threads=threads,
+            repeat=repeat,
+            pin_bytes=int(pin_bytes),
+            json_file=json_file,
+        )

@@ -67,6 +67,18 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
+def bandwidth(bytes_per_second: float) -> str:
+    """Bytes a second in TB/s or GB/s."""
+    if bytes_per_second >= 1e12:
+        return f"{bytes_per_second / 1e12:.2f} TB/s"
+    return f"{bytes_per_second / 1e9:.1f} GB/s"
+
+
+def amount(count: int) -> str:
+    """A parameter count in billions, or in millions below a tenth of one."""
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
+
+
 def duration(seconds: float) -> str:
     """Seconds in the unit that suits them."""
     if seconds >= 1:

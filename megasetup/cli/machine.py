@@ -191,10 +191,10 @@ def memory() -> Memory:
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             text = _read(folder / limit_file)
-            # Version 1 writes "no limit" as a number near 2^63; no machine has that much.
-            if text and text.isdigit() and int(text) < kernel.get("MemTotal", 1 << 62):
-                if limit is None or int(text) < limit:
-                    limit, used = int(text), int(_read(folder / used_file) or 0)
+            # Version 1 writes "no limit" as a number near 2^63, so a limit counts only below what the machine has.
+            tightest = kernel.get("MemTotal", 1 << 62) if limit is None else limit
+            if text and text.isdigit() and int(text) < tightest:
+                limit, used = int(text), int(_read(folder / used_file) or 0)
     lock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Memory(
         total=kernel.get("MemTotal", 0),

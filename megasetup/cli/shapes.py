@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -141,16 +142,14 @@ def of_safetensors(folder: Path) -> Shapes:
     return Shapes(folder.resolve().name, tuple(tensors))
 
 
-def _header(file: Path) -> dict[str, dict[str, object]]:
+def _header(file: Path) -> dict[str, dict[str, Any]]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         # A header is at most 100 MB by the format; a larger length means another kind of file.
         if not 0 < length <= 100_000_000:
             raise ValueError(f"{file} is not a safetensors file: its header would be {length} bytes long")
         try:
-            header = json.loads(stream.read(length))
+            header: dict[str, dict[str, Any]] = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} is not a safetensors file: its header is a {type(header).__name__}, not a mapping")
     return header

@@ -27,19 +27,13 @@ class Wire:
         """Elements a second when BF16 crosses to the host: 2 bytes each."""
         return self.device_to_host / 2
 
-    def better(self, other: Wire) -> Wire:
-        """The higher figure of two measurements, each way: a limit is the best that was seen."""
-        return Wire(
-            max(self.device_to_host, other.device_to_host),
-            max(self.host_to_device, other.host_to_device),
-        )
-
 
 def _best_seconds(target: torch.Tensor, source: torch.Tensor, device: torch.device, repeats: int) -> float:
     best = math.inf
     with torch.cuda.device(device):
         for _ in range(repeats + 1):  # the first one warms up and is as good as any if it is the best
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             target.copy_(source, non_blocking=True)
             end.record()

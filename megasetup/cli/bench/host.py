@@ -1,0 +1,113 @@
+"""`megasetup bench host`: the CPU kernels against torch with the same number of threads, and what pinning costs.
+
+The tensors are larger than any cache, as a model's weights are, so memory bandwidth bounds both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megasetup import kernels
+from megasetup.cli import host_memory, machine
+from megasetup.cli.bench.timing import seconds_of, summary
+from megasetup.cli.console import Steps, gigabytes
+from megasetup.cli.errors import CommandError
+
+_CPU = torch.device("cpu")
+# BF16 source and result, FP32 target, and torch's FP32 temporary of a comparison.
+_BYTES_PER_ELEMENT = 2 + 2 + 4 + 4
+FUNCTIONS = 3
+
+
+def _torch_compare(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    return torch.equal(weight.float(), master)
+
+
+def measure(elements: int, threads: Sequence[int], repeat: int, progress: Steps) -> list[dict[str, Any]]:
+    """Time widen, narrow and compare on BF16 and FP32 tensors of `elements`; one mapping a function and thread count.
+
+    Raises:
+        CommandError: the tensors do not fit into memory.
+    """
+    needed, there = elements * _BYTES_PER_ELEMENT, machine.memory().usable
+    if needed > there:
+        fitting = there // _BYTES_PER_ELEMENT // 10**6
+        raise CommandError(
+            f"{elements:,} elements need {gigabytes(needed)} of host memory and {gigabytes(there)} is there: "
+            f"use --elements {fitting}e6"
+        )
+    low = torch.empty(elements, dtype=torch.bfloat16)
+    drawn = low[: 1 << 22].normal_()
+    for start in range(0, elements, len(drawn)):
+        low[start : start + len(drawn)].copy_(drawn[: elements - start])
+    high, back = torch.zeros(elements), torch.zeros(elements, dtype=torch.bfloat16)
+    ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "widen": (lambda: kernels.widen([low], [high]), lambda: high.copy_(low)),
+        "narrow": (lambda: kernels.narrow([high], [back]), lambda: back.copy_(high)),
+        "compare": (lambda: kernels.compare([low], [high]), lambda: _torch_compare(low, high)),
+    }
+    results = []
+    threads_before, torch_threads_before = kernels.get_num_threads(), torch.get_num_threads()
+    try:
+        for count in threads:
+            kernels.set_num_threads(count)
+            torch.set_num_threads(count)
+            for name, (ours, theirs) in ways.items():
+                progress.next(f"{name}, {count} threads")
+                results.append({"function": name, "threads": count, **_in_turn(ours, theirs, elements, repeat)})
+            difference = kernels.compare([low], [high])[0].exact_differences
+            results[-1]["verified"] = difference == 0 and torch.equal(low, back) and _torch_compare(low, high)
+    finally:
+        kernels.set_num_threads(threads_before)
+        torch.set_num_threads(torch_threads_before)
+    return results
+
+
+def _in_turn(ours: Callable[[], Any], theirs: Callable[[], Any], elements: int, repeat: int) -> dict[str, Any]:
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeat + 1):
+        for way, taken in zip((ours, theirs), seconds, strict=True):
+            one, _ = seconds_of(way, _CPU)
+            if turn:  # the first turn warms up
+                taken.append(one)
+    kernel, torch_way = summary(seconds[0], elements), summary(seconds[1], elements)
+    return {
+        "megasetup": kernel,
+        "torch": torch_way,
+        "times_faster": torch_way["median_seconds"] / kernel["median_seconds"],
+    }
+
+
+def measure_pinning(nbytes: int, device: torch.device) -> dict[str, Any]:
+    """Seconds to make `nbytes` of pinned memory by torch's allocator, and by touching huge pages and registering them.
+
+    Raises:
+        CommandError: the memory cannot be pinned.
+    """
+    # The allocator rounds a block up to a power of two, so that much must be there.
+    rounded = 1 << math.ceil(math.log2(nbytes))
+    there = machine.memory().usable
+    if rounded > there:
+        raise CommandError(
+            f"pinning {gigabytes(nbytes)} by torch takes {gigabytes(rounded)} and {gigabytes(there)} is there: "
+            "lower --pin-bytes"
+        )
+    elements = nbytes // 4
+    touch, memory = seconds_of(lambda: host_memory.on_huge_pages(elements), device)
+    registration = host_memory.registered(memory, device)
+    register, _ = seconds_of(registration.__enter__, device)
+    registration.__exit__(None, None, None)
+    del memory
+    allocator, pinned = seconds_of(lambda: torch.empty(elements, dtype=torch.float32, pin_memory=True), device)
+    del pinned
+    return {
+        "bytes": nbytes,
+        "torch_seconds": allocator,
+        "touch_seconds": touch,
+        "register_seconds": register,
+        "times_faster": allocator / (touch + register),
+    }

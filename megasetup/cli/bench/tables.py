@@ -1,0 +1,162 @@
+"""What the benchmarks print: the JSON's figures as tables a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from megasetup.cli.console import amount, bandwidth, duration, facts, gigabytes, percent, rate, table, times
+
+
+def show_sync(data: dict[str, Any], console: Console) -> None:
+    """Tables of `bench sync`."""
+    rows = table(
+        "Refreshing every FP32 copy",
+        ("shapes", "mode", "way", "time", "G elements/s", "faster", "of the BF16 wire", "copies"),
+        text_columns=3,
+    )
+    for result in data["results"]:
+        label = f"{result['shapes']} ({result['tensors']:,} tensors, {amount(result['parameters'])})"
+        way = result["per_tensor"]
+        if way is not None:
+            rate_text = rate(way["elements_per_second"])
+            right = _verdict(result["wrong"].get("per-tensor", []))
+            rows.add_row(
+                label, result["mode"], "per tensor", duration(way["median_seconds"]), rate_text, "1", "-", right
+            )
+            label = ""
+        for way in result["plan"]:
+            rows.add_row(
+                label,
+                "" if not label else result["mode"],
+                f"megasetup, {_threads(way['threads'])}",
+                duration(way["median_seconds"]),
+                rate(way["elements_per_second"]),
+                times(way["times_faster_than_per_tensor"]),
+                percent(way["share_of_bf16_limit"]),
+                _verdict(result["wrong"][f"plan, {way['threads']} threads"]),
+            )
+            label = ""
+        rows.add_section()
+    console.print(rows)
+    for result in data["results"]:
+        _show_details(result, console)
+    wire = data["limits"]["wire"]
+    if wire is not None:
+        limits = facts("Limits, measured in this run")
+        limits.add_row("wire to the host", bandwidth(wire["device_to_host_bytes_per_second"]))
+        limits.add_row("wire to the GPU", bandwidth(wire["host_to_device_bytes_per_second"]))
+        bf16 = data["limits"]["bf16_limit_elements_per_second"]
+        limits.add_row("  BF16 over the wire", f"{rate(bf16)} G elements/s")
+        copied = data["limits"]["device_copy_bytes_per_second"]
+        limits.add_row("copy within the GPU", f"{bandwidth(copied)}, read and written")
+        console.print(limits)
+
+
+def _show_details(result: dict[str, Any], console: Console) -> None:
+    rows = facts(f"{result['shapes']}, {result['mode']}")
+    if result["per_tensor"] is not None:
+        spent = result["per_tensor"]["seconds_by_level"]
+        parts = [f"level {level} {duration(sorted(taken)[len(taken) // 2])}" for level, taken in spent.items()]
+        rows.add_row("per tensor", " + ".join(parts))
+    rows.add_row(
+        "plan", f"made in {duration(result['planning_seconds'])}; its first run {duration(result['first_run_seconds'])}"
+    )
+    report = result["plan"][0]["report"]
+    if report["wire_bytes"]:
+        crossed = report["staged_elements"] + report["direct_elements"]
+        rows.add_row(
+            "over the wire",
+            f"{gigabytes(report['wire_bytes'])}: {report['staged_elements'] / crossed:.0%} of the elements as BF16, "
+            f"widened by the CPU; {report['direct_elements'] / crossed:.0%} as FP32",
+        )
+    audit = result["audit"]
+    rows.add_row("audit", f"{duration(audit['median_seconds'])}, {percent(audit['share_of_sync_time'])} of the sync")
+    alone = result["level_1_alone"]
+    if alone is not None:
+        share = alone["share_of_device_copy"]
+        of_copy = "" if share is None else f", {percent(share)} of a copy within the GPU"
+        rows.add_row(
+            "level 1 alone",
+            f"{duration(alone['median_seconds'])}, {bandwidth(alone['bytes_per_second'])}{of_copy}",
+        )
+    relative = result["throughput_relative_to_first_shapes"]
+    if relative != 1.0:
+        rows.add_row("throughput", f"{percent(relative)} of the first shape set's")
+    console.print(rows)
+    console.print()
+    for way, names in result["wrong"].items():
+        if names:
+            more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+            console.print(f"[bold red]Wrong after {way}:[/bold red] {', '.join(names[:5])}{more}")
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _verdict(wrong: Sequence[str]) -> str:
+    return f"[red]{len(wrong):,} wrong[/red]" if wrong else "exact"
+
+
+def show_ranks(data: dict[str, Any], console: Console) -> None:
+    """The table of `bench sync --ranks`."""
+    rows = table(
+        f"{data['shapes']}, {data['mode']}: {len(data['ranks'])} ranks, {amount(data['parameters_per_rank'])} each",
+        ("rank", "alone, G elements/s", "together, G elements/s", "CPU threads", "copies"),
+    )
+    for answer in data["ranks"]:
+        rows.add_row(
+            f"{answer['rank']} ({answer['device']})",
+            rate(answer["alone_elements_per_second"]),
+            rate(answer["together_elements_per_second"]),
+            str(answer["threads"]),
+            _verdict(answer["wrong"]),
+        )
+    rows.add_section()
+    rows.add_row("sum", "", rate(data["median_sum_elements_per_second"]), "", "")
+    console.print(rows)
+    console.print(f"Together {times(data['sum_over_one_alone'])} the rate of the faster rank alone.")
+
+
+def show_expert_bias(data: dict[str, Any], console: Console) -> None:
+    """The table of `bench expert-bias`."""
+    rows = table(
+        f"Recasting {data['routers']} buffers of {data['experts']} BF16 elements to FP32 on {data['device']}",
+        ("way", "time", "faster", "values"),
+    )
+    one, ours = data["one_to_each"], data["recast_buffers"]
+    rows.add_row("one .to(float32) each", duration(one["median_seconds"]), "1", "")
+    verdict = "exact" if data["verified"] else "[red]wrong[/red]"
+    rows.add_row("megasetup", duration(ours["median_seconds"]), times(data["times_faster"]), verdict)
+    console.print(rows)
+
+
+def show_host(data: dict[str, Any], console: Console) -> None:
+    """The tables of `bench host`."""
+    rows = table(
+        f"CPU kernels on {data['elements'] / 1e6:.0f} M elements, {data['instruction_set']}",
+        ("function", "threads", "megasetup, G elements/s", "torch, G elements/s", "faster"),
+    )
+    for result in data["results"]:
+        rows.add_row(
+            result["function"],
+            str(result["threads"]),
+            rate(result["megasetup"]["elements_per_second"]),
+            rate(result["torch"]["elements_per_second"]),
+            times(result["times_faster"]),
+        )
+    console.print(rows)
+    if not data["verified"]:
+        console.print("[bold red]The kernels' values differ from torch's.[/bold red]")
+    pinning = data["pinning"]
+    if pinning is None:
+        console.print("Pinning was not timed: no GPU is usable here.")
+        return
+    rows = table(f"Pinning {gigabytes(pinning['bytes'])}", ("way", "time", "faster"))
+    rows.add_row("torch's allocator", duration(pinning["torch_seconds"]), "1")
+    arena = pinning["touch_seconds"] + pinning["register_seconds"]
+    rows.add_row("huge pages, touched and registered", duration(arena), times(pinning["times_faster"]))
+    console.print(rows)
