@@ -11,7 +11,8 @@ PYBIND11_MODULE(_C, module) {
 #else
   module.attr("gpu_architectures") = "";
   module.def("gpu_problem", [] {
-    return "this build has no GPU half: nvcc was not found when it was built; install the CUDA toolkit (or set CUDACXX) "
+    return "this build has no GPU half: nvcc was not found when it was built; install the CUDA toolkit (or set "
+           "CUDACXX) "
            "and build megasetup again";
   });
 #endif

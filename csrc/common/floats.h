@@ -1,5 +1,5 @@
-// The conversions on single bit patterns, in integer arithmetic, for host and device alike: so that a NaN, whose payload
-// every instruction set treats in its own way, comes out the same everywhere.
+// The conversions on single bit patterns, in integer arithmetic, for host and device alike: so that a NaN, whose
+// payload every instruction set treats in its own way, comes out the same everywhere.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ MEGASETUP_BOTH uint16_t fp32_to_fp16_bits(uint32_t bits) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
   if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds past 65504, or is infinite
-  if (magnitude >= 0x38800000u) {                                             // a normal FP16 number
+  if (magnitude >= 0x38800000u) {                                              // a normal FP16 number
     const uint32_t rebiased = magnitude - (112u << 23);
     return static_cast<uint16_t>(sign | ((rebiased + 0xfffu + ((rebiased >> 13) & 1u)) >> 13));
   }

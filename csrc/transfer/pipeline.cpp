@@ -1,0 +1,439 @@
+#include "transfer/pipeline.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <numeric>
+#include <stdexcept>
+
+#include "cpu/parallel.h"
+#include "cpu/pool.h"
+#include "gpu/cuda.h"
+
+namespace megasetup::transfer {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kHostSlots = 8;
+constexpr int kDeviceSlots = 6;
+// Chunks given to the wire at a time: enough that it never waits for this thread.
+constexpr size_t kDepth = 4;
+// At or below this many chunks on the wire, waiting for a slot would let it run dry.
+constexpr size_t kStarving = 1;
+// A direct chunk is a copy command a piece; below this size the command costs more than the wire.
+constexpr int64_t kDirectPieceElements = 64 * 1024;
+// Pieces start where vectors may.
+constexpr int64_t kPieceAlignment = 8;
+constexpr auto kInterruptPeriod = std::chrono::milliseconds(20);
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+bool is_pinned(const void* memory, int64_t bytes) {
+  for (const char* at : {static_cast<const char*>(memory), static_cast<const char*>(memory) + bytes - 1}) {
+    cudaPointerAttributes attributes{};
+    if (cudaPointerGetAttributes(&attributes, at) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    if (attributes.type != cudaMemoryTypeHost) return false;
+  }
+  return true;
+}
+
+bool widens(Kind kind) { return kind == Kind::kWidenBf16 || kind == Kind::kWidenFp16; }
+
+double seconds_between(cudaEvent_t start, cudaEvent_t end) {
+  float milliseconds = 0;
+  gpu::check(cudaEventElapsedTime(&milliseconds, start, end), "timing");
+  return milliseconds / 1e3;
+}
+
+bool reached(cudaEvent_t event) {
+  const cudaError_t status = cudaEventQuery(event);
+  if (status == cudaErrorNotReady) return false;
+  gpu::check(status, "moving weights to the host");
+  return true;
+}
+
+}  // namespace
+
+struct Pipeline::Resources {
+  Resources(int64_t host_slot_bytes, int64_t device_slot_bytes, bool with_wire)
+      : host_slot_bytes(host_slot_bytes),
+        device_slot_bytes(device_slot_bytes),
+        host(with_wire ? std::make_unique<PinnedBuffer>(static_cast<size_t>(kHostSlots * host_slot_bytes)) : nullptr),
+        device(with_wire ? static_cast<size_t>(kDeviceSlots * device_slot_bytes) : 0, "allocating GPU staging") {
+    for (int i = 0; i < kDeviceSlots; ++i) {
+      packed.push_back(std::make_unique<Event>(false));
+      moved.push_back(std::make_unique<Event>(false));
+    }
+  }
+
+  char* host_slot(int index) const { return host->data() + index * host_slot_bytes; }
+  char* device_slot(int index) const { return device.data() + index * device_slot_bytes; }
+
+  const int64_t host_slot_bytes;
+  const int64_t device_slot_bytes;
+  Stream pack{Priority::kHigh};  // fills device slots
+  Stream wire{Priority::kHigh};  // empties them
+  Stream aside{Priority::kLow};  // copies that never leave the GPU
+  Event begun{true}, pack_done{true}, aside_done{true};
+  std::unique_ptr<PinnedBuffer> host;
+  DeviceBuffer device;
+  std::vector<std::unique_ptr<Event>> packed, moved;  // a device slot each
+  gpu::DeviceSegments device_only;                    // rows whose only work is on the GPU
+  gpu::DeviceSegments device_copies;                  // every row with a device copy, for comparing
+  std::unique_ptr<DeviceBuffer> piece_memory;
+};
+
+Pipeline::Pipeline(int device, std::vector<Row> rows, int64_t chunk_elements)
+    : device_(device), rows_(std::move(rows)), chunk_elements_(round_up(chunk_elements, kPieceAlignment)) {
+  if (chunk_elements < 1) throw std::invalid_argument("chunk_elements is " + std::to_string(chunk_elements));
+  const gpu::DeviceGuard guard(device_);
+  cpu::Pool::instance().set_cores(cores_near(device_));
+
+  std::vector<gpu::Segment> device_only, device_copies;
+  std::vector<int64_t> by_kind[kKinds][2];  // and by whether the host copy is pinned
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const Row& row = rows_[i];
+    if (row.count == 0) continue;
+    const gpu::Segment near{row.weight, row.device_copy, 0, row.count, row.kind};
+    if (row.device_copy != nullptr) device_copies.push_back(near);
+    // A copy that widens nothing is no part of packing, so it is made aside.
+    if (row.device_copy != nullptr && (row.host_copy == nullptr || !widens(row.kind))) device_only.push_back(near);
+    if (row.host_copy != nullptr) {
+      const bool pinned = is_pinned(row.host_copy, row.count * copy_bytes(row.kind));
+      by_kind[static_cast<int>(row.kind)][pinned].push_back(static_cast<int64_t>(i));
+    }
+  }
+  for (auto& kind : by_kind) {
+    for (const bool pinned : {false, true}) cut_into_chunks(kind[pinned], pinned);
+  }
+
+  resources_ = std::make_unique<Resources>(chunk_elements_ * 2, chunk_elements_ * 4, !chunks_.empty());
+  std::vector<gpu::Segment> segments;
+  segments.reserve(pieces_.size());
+  for (const Piece& piece : pieces_) {
+    const Row& row = rows_[static_cast<size_t>(piece.row)];
+    void* copy = row.device_copy == nullptr || !widens(row.kind)
+                     ? nullptr
+                     : static_cast<char*>(row.device_copy) + piece.offset * copy_bytes(row.kind);
+    segments.push_back({static_cast<const char*>(row.weight) + piece.offset * weight_bytes(row.kind), copy, piece.place,
+                        piece.count, row.kind});
+  }
+  const size_t bytes = segments.size() * sizeof(gpu::Segment);
+  resources_->piece_memory = std::make_unique<DeviceBuffer>(bytes, "allocating the list of pieces");
+  gpu::check(cudaMemcpy(resources_->piece_memory->data(), segments.data(), bytes, cudaMemcpyHostToDevice),
+             "sending the list of pieces");
+  resources_->device_only = gpu::DeviceSegments(std::move(device_only), resources_->aside);
+  resources_->device_copies = gpu::DeviceSegments(std::move(device_copies), resources_->aside);
+  preload_pack_kernels();
+  if (!chunks_.empty()) measure_wire();
+}
+
+Pipeline::~Pipeline() = default;
+
+void Pipeline::cut_into_chunks(const std::vector<int64_t>& rows, bool pinned) {
+  Chunk chunk{};
+  const auto close = [&] {
+    if (chunk.pieces == 0) return;
+    // Copies that convert nothing gain nothing by staging, so they need pinned targets only.
+    chunk.pinned = pinned && chunk.elements / static_cast<int64_t>(chunk.pieces) >=
+                                 std::min(kDirectPieceElements, chunk_elements_);
+    chunks_.push_back(chunk);
+    chunk = {};
+  };
+  for (const int64_t index : rows) {
+    const Row& row = rows_[static_cast<size_t>(index)];
+    const int64_t capacity = row.kind == Kind::kCopy4Bytes
+                                 ? std::max(chunk_elements_ / 2 / kPieceAlignment * kPieceAlignment, int64_t{4})
+                                 : chunk_elements_;
+    for (int64_t offset = 0; offset < row.count;) {
+      if (chunk.extent >= capacity) close();
+      if (chunk.pieces == 0) chunk = {row.kind, pieces_.size(), 0, 0, 0, false};
+      const int64_t count = std::min(row.count - offset, capacity - chunk.extent);
+      pieces_.push_back({index, offset, count, chunk.extent});
+      ++chunk.pieces;
+      chunk.elements += count;
+      chunk.extent += round_up(count, kPieceAlignment);
+      offset += count;
+    }
+  }
+  close();
+}
+
+void Pipeline::measure_wire() {
+  Resources& r = *resources_;
+  const Event start(true), end(true);
+  // The first copies wake the link up.
+  for (int pass = 0; pass < 3; ++pass) {
+    if (pass == 1) gpu::check(cudaEventRecord(start, r.wire), "timing the wire");
+    for (int slot = 0; slot < kHostSlots; ++slot) {
+      gpu::check(cudaMemcpyAsync(r.host_slot(slot), r.device_slot(slot % kDeviceSlots),
+                                 static_cast<size_t>(r.host_slot_bytes), cudaMemcpyDeviceToHost, r.wire),
+                 "timing the wire");
+    }
+  }
+  gpu::check(cudaEventRecord(end, r.wire), "timing the wire");
+  gpu::check(cudaStreamSynchronize(r.wire), "timing the wire");
+  wire_bandwidth_ = 2.0 * kHostSlots * static_cast<double>(r.host_slot_bytes) / seconds_between(start, end);
+}
+
+PackedChunk Pipeline::packed(const Chunk& chunk, const gpu::Segment* pieces) const {
+  return {pieces + chunk.first_piece, static_cast<int64_t>(chunk.pieces), chunk.extent, chunk.kind};
+}
+
+// One passage of all chunks. Whatever way it ends, its destructor leaves nothing in flight.
+class Pipeline::Flight {
+ public:
+  // `arrive(segments)` is the CPU's work on one block of an arrived chunk.
+  using Arrive = std::function<void(size_t piece, int64_t offset, const cpu::Segment&)>;
+
+  Flight(Pipeline& pipeline, bool may_go_direct, Arrive arrive)
+      : pipeline_(pipeline), r_(*pipeline.resources_), may_go_direct_(may_go_direct), arrive_(std::move(arrive)) {
+    for (int i = 0; i < kHostSlots; ++i) free_host_.push_back(i);
+    for (int i = 0; i < kDeviceSlots; ++i) free_device_.push_back(i);
+  }
+
+  ~Flight() {
+    for (const Widening& widening : widenings_) cpu::Pool::cancel(*widening.batch);
+    for (const Widening& widening : widenings_) {
+      while (!widening.batch->done()) sched_yield();
+    }
+    (void)cudaStreamSynchronize(r_.pack);
+    (void)cudaStreamSynchronize(r_.wire);
+    (void)cudaStreamSynchronize(r_.aside);
+  }
+  Flight(const Flight&) = delete;
+  Flight& operator=(const Flight&) = delete;
+
+  bool fly(const std::function<bool()>& interrupted, Stats& stats) {
+    auto asked = Clock::now();
+    size_t next = 0;
+    while (next < pipeline_.chunks_.size() || !moving_.empty() || !widenings_.empty()) {
+      bool progress = land();
+      progress |= collect();
+      if (next < pipeline_.chunks_.size() && send(pipeline_.chunks_[next], stats)) {
+        ++next;
+        progress = true;
+      }
+      const auto now = Clock::now();
+      if (now - asked > kInterruptPeriod) {
+        asked = now;
+        if (interrupted()) return false;
+      }
+      if (!progress) sched_yield();
+    }
+    return true;
+  }
+
+ private:
+  struct Moving {
+    const Chunk* chunk;
+    int device_slot;
+    int host_slot;  // -1: direct
+  };
+  struct Widening {
+    std::shared_ptr<cpu::Batch> batch;
+    int host_slot;
+  };
+
+  // Chunks that have crossed the wire go to the CPU.
+  bool land() {
+    bool any = false;
+    while (!moving_.empty() && reached(*r_.moved[static_cast<size_t>(moving_.front().device_slot)])) {
+      const Moving moved = moving_.front();
+      moving_.pop_front();
+      free_device_.push_back(moved.device_slot);
+      if (moved.host_slot >= 0) widen(*moved.chunk, moved.host_slot);
+      any = true;
+    }
+    return any;
+  }
+
+  // Slots that the CPU is done with are free again.
+  bool collect() {
+    bool any = false;
+    for (size_t i = 0; i < widenings_.size();) {
+      if (!widenings_[i].batch->done()) {
+        ++i;
+        continue;
+      }
+      free_host_.push_back(widenings_[i].host_slot);
+      widenings_.erase(widenings_.begin() + static_cast<std::ptrdiff_t>(i));
+      any = true;
+    }
+    return any;
+  }
+
+  bool send(const Chunk& chunk, Stats& stats) {
+    if (moving_.size() >= kDepth || free_device_.empty()) return false;
+    const bool can_go_direct = may_go_direct_ && chunk.pinned;
+    // FP32 takes four bytes either way, so staging it would only cost the CPU.
+    const bool rather_direct = can_go_direct && !widens(chunk.kind);
+    if (!rather_direct && !free_host_.empty()) {
+      send_staged(chunk, stats);
+    } else if (can_go_direct && (rather_direct || moving_.size() <= kStarving)) {
+      send_direct(chunk, stats);
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  int take_device_slot() {
+    const int slot = free_device_.front();
+    free_device_.pop_front();
+    return slot;
+  }
+
+  const gpu::Segment* device_pieces() const { return reinterpret_cast<const gpu::Segment*>(r_.piece_memory->data()); }
+
+  void wait_for_packing(int slot) {
+    const Event& event = *r_.packed[static_cast<size_t>(slot)];
+    gpu::check(cudaEventRecord(event, r_.pack), "ordering a chunk");
+    gpu::check(cudaStreamWaitEvent(r_.wire, event, 0), "ordering a chunk");
+  }
+
+  void send_staged(const Chunk& chunk, Stats& stats) {
+    const int slot = take_device_slot();
+    const int host_slot = free_host_.front();
+    free_host_.pop_front();
+    pack_staged(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), r_.pack);
+    wait_for_packing(slot);
+    const int64_t bytes = chunk.extent * weight_bytes(chunk.kind);
+    gpu::check(cudaMemcpyAsync(r_.host_slot(host_slot), r_.device_slot(slot), static_cast<size_t>(bytes),
+                               cudaMemcpyDeviceToHost, r_.wire),
+               "sending a chunk");
+    gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], r_.wire), "sending a chunk");
+    moving_.push_back({&chunk, slot, host_slot});
+    stats.staged_elements += chunk.elements;
+    stats.staged_wire_bytes += bytes;
+  }
+
+  void send_direct(const Chunk& chunk, Stats& stats) {
+    const int slot = take_device_slot();
+    if (widens(chunk.kind)) {
+      pack_direct(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), r_.pack);
+      wait_for_packing(slot);
+    }
+    for (size_t i = 0; i < chunk.pieces; ++i) {
+      const Piece& piece = pipeline_.pieces_[chunk.first_piece + i];
+      const Row& row = pipeline_.rows_[static_cast<size_t>(piece.row)];
+      const int64_t size = copy_bytes(chunk.kind);
+      const void* source = static_cast<const char*>(row.weight) + piece.offset * size;
+      if (widens(chunk.kind)) {
+        source = row.device_copy != nullptr ? static_cast<const char*>(row.device_copy) + piece.offset * size
+                                            : r_.device_slot(slot) + piece.place * size;
+      }
+      gpu::check(cudaMemcpyAsync(static_cast<char*>(row.host_copy) + piece.offset * size, source,
+                                 static_cast<size_t>(piece.count * size), cudaMemcpyDeviceToHost, r_.wire),
+                 "sending a chunk");
+    }
+    gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], r_.wire), "sending a chunk");
+    moving_.push_back({&chunk, slot, -1});
+    stats.direct_elements += chunk.elements;
+    stats.direct_wire_bytes += chunk.elements * copy_bytes(chunk.kind);
+  }
+
+  void widen(const Chunk& chunk, int host_slot) {
+    std::vector<cpu::Segment> segments;
+    segments.reserve(chunk.pieces);
+    for (size_t i = 0; i < chunk.pieces; ++i) {
+      const Piece& piece = pipeline_.pieces_[chunk.first_piece + i];
+      const Row& row = pipeline_.rows_[static_cast<size_t>(piece.row)];
+      segments.push_back({chunk.kind, r_.host_slot(host_slot) + piece.place * weight_bytes(chunk.kind),
+                          static_cast<char*>(row.host_copy) + piece.offset * copy_bytes(chunk.kind), piece.count});
+    }
+    const auto shared = std::make_shared<const cpu::Segments>(std::move(segments));
+    const size_t first = chunk.first_piece;
+    auto batch = std::make_shared<cpu::Batch>(shared->blocks(), [this, shared, first](int64_t block) {
+      shared->visit_block(block, [this, first](size_t index, int64_t offset, const cpu::Segment& run) {
+        arrive_(first + index, offset, run);
+      });
+    });
+    widenings_.push_back({batch, host_slot});
+    cpu::Pool::instance().submit(batch);
+  }
+
+  Pipeline& pipeline_;
+  Resources& r_;
+  const bool may_go_direct_;
+  const Arrive arrive_;
+  const cpu::Pool::KeepAwake awake_{cpu::Pool::instance()};
+  std::deque<int> free_host_, free_device_;
+  std::deque<Moving> moving_;
+  std::vector<Widening> widenings_;
+};
+
+bool Pipeline::run(cudaStream_t stream, const std::function<bool()>& interrupted, Stats& stats) {
+  const std::lock_guard lock(mutex_);
+  const gpu::DeviceGuard guard(device_);
+  Resources& r = *resources_;
+  const auto start = Clock::now();
+  gpu::check(cudaEventRecord(r.begun, stream), "starting");
+  for (const Stream* each : {&r.pack, &r.wire, &r.aside}) {
+    gpu::check(cudaStreamWaitEvent(*each, r.begun, 0), "starting");
+  }
+  {
+    constexpr int64_t kStreamedElements = 4096;
+    Flight flight(*this, true, [](size_t, int64_t, const cpu::Segment& run) {
+      cpu::widen_piece(run, run.count >= kStreamedElements);
+    });
+    gpu::widen(r.device_only, r.aside);
+    if (!flight.fly(interrupted, stats)) return false;
+    gpu::check(cudaEventRecord(r.pack_done, r.pack), "finishing");
+    gpu::check(cudaEventRecord(r.aside_done, r.aside), "finishing");
+    gpu::check(cudaStreamSynchronize(r.pack), "writing copies on the GPU");
+    gpu::check(cudaStreamSynchronize(r.aside), "writing copies on the GPU");
+  }
+  stats.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  if (r.device_copies.size() > 0) {
+    stats.device_seconds = std::max(seconds_between(r.begun, r.pack_done), seconds_between(r.begun, r.aside_done));
+  }
+  return true;
+}
+
+bool Pipeline::compare(cudaStream_t stream, const std::function<bool()>& interrupted,
+                       std::vector<RowComparison>& results) {
+  const std::lock_guard lock(mutex_);
+  const gpu::DeviceGuard guard(device_);
+  Resources& r = *resources_;
+  results.assign(rows_.size(), {});
+  std::vector<Comparison> found(static_cast<size_t>(r.device_copies.size()));
+  const DeviceBuffer on_device(found.size() * sizeof(Comparison), "allocating the results");
+  auto* device_results = reinterpret_cast<Comparison*>(on_device.data());
+  gpu::check(cudaEventRecord(r.begun, stream), "starting");
+  for (const Stream* each : {&r.pack, &r.wire, &r.aside}) {
+    gpu::check(cudaStreamWaitEvent(*each, r.begun, 0), "starting");
+  }
+  {
+    std::mutex merging;
+    Flight flight(*this, false, [&](size_t piece, int64_t offset, const cpu::Segment& run) {
+      const Comparison part = cpu::compare_piece(run);
+      if (part.exact_differences == 0) return;
+      const std::lock_guard merge_lock(merging);
+      cpu::merge(results[static_cast<size_t>(pieces_[piece].row)].host, part, pieces_[piece].offset + offset);
+    });
+    gpu::clear_results(device_results, r.device_copies.size(), r.aside);
+    gpu::compare(r.device_copies, device_results, r.aside);
+    Stats ignored;
+    if (!flight.fly(interrupted, ignored)) return false;
+    if (!found.empty()) {
+      gpu::check(cudaMemcpyAsync(found.data(), device_results, found.size() * sizeof(Comparison),
+                                 cudaMemcpyDeviceToHost, r.aside),
+                 "fetching the results");
+    }
+    gpu::check(cudaStreamSynchronize(r.aside), "comparing");
+  }
+  size_t next = 0;
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (rows_[i].device_copy != nullptr && rows_[i].count != 0) results[i].device = found[next++];
+  }
+  return true;
+}
+
+}  // namespace megasetup::transfer
