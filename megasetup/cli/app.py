@@ -167,3 +167,16 @@ def host(
             pin_bytes=int(pin_bytes),
             json_file=json_file,
         )
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the model and for what was found.")] = Path("demo-output"),
+    device: _Device = None,
+) -> None:
+    """Show stale copies found, refreshed, audited and repaired on a small real model."""
+    with _messages() as console:
+        from megasetup.cli.bench.command import resolve_device
+        from megasetup.cli.demo.command import run
+
+        run(console, out, resolve_device(device))

@@ -25,8 +25,8 @@ def stdout() -> Console:
 
 
 def table(title: str, columns: Sequence[str], *, text_columns: int = 1) -> Table:
-    """An empty table: the first `text_columns` columns read from the left, the others are numbers."""
-    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    """An empty table (untitled with ""): the first `text_columns` columns read from the left, the others are numbers."""
+    result = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index < text_columns else "right", overflow="fold")
     return result
@@ -34,7 +34,9 @@ def table(title: str, columns: Sequence[str], *, text_columns: int = 1) -> Table
 
 def facts(title: str) -> Table:
     """An empty two-column table of names and values, without a header."""
-    result = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    result = Table(
+        title=title or None, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
+    )
     result.add_column(style="dim", no_wrap=True, min_width=24)
     result.add_column(overflow="fold")
     return result

@@ -36,7 +36,7 @@ def registered(memory: torch.Tensor, device: torch.device) -> Iterator[None]:
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device).synchronize()  # the context exists from here on
+        torch.cuda.synchronize(device)  # the context exists from here on
         result = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(result) != 0:
             raise CommandError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megasetup.cli.bench.timing import seconds_of, summary
+from megasetup.cli.timing import seconds_of, summary
 from megasetup.moe import recast_buffers
 
 

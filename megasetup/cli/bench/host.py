@@ -13,9 +13,9 @@ import torch
 
 from megasetup import kernels
 from megasetup.cli import host_memory, machine
-from megasetup.cli.bench.timing import seconds_of, summary
 from megasetup.cli.console import Steps, gigabytes
 from megasetup.cli.errors import CommandError
+from megasetup.cli.timing import seconds_of, summary
 
 _CPU = torch.device("cpu")
 # BF16 source and result, FP32 target, and torch's FP32 temporary of a comparison.

@@ -12,19 +12,21 @@ import statistics
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
+from queue import Empty
 from typing import Any
 
 import torch
 from torch import multiprocessing
 
 from megasetup import kernels
-from megasetup.cli.bench.timing import seconds_of
 from megasetup.cli.bench.workload import LEVELS, Buffers, Workload, check_memory, flat_elements
 from megasetup.cli.errors import CommandError
 from megasetup.cli.shapes import Shapes
-from megasetup.masters.plan import SyncPlan
+from megasetup.cli.timing import seconds_of
+from megasetup.masters import SyncPlan
 
 # Longer than any phase: making and pinning the buffers of the largest set takes well under a minute.
 _PHASE_SECONDS = 300
@@ -74,7 +76,7 @@ def measure(options: Options) -> dict[str, Any]:
     for process in processes:
         process.start()
     try:
-        found = [answers.get(timeout=_PHASE_SECONDS * 3) for _ in processes]
+        found = _gather(answers, processes)
     finally:
         for process in processes:
             process.join(timeout=10)
@@ -85,6 +87,22 @@ def measure(options: Options) -> dict[str, Any]:
         # Ranks that waited for the failed one say only that the barrier broke; the first real reason is the longest.
         raise CommandError("a rank failed:\n" + max(failed, key=len))
     return _combine(options, sorted(found, key=lambda answer: int(answer["rank"])))
+
+
+def _gather(answers: Queue[dict[str, Any]], processes: Sequence[BaseProcess]) -> list[dict[str, Any]]:
+    """One answer a rank. A rank that was killed (for memory, say) gives none, so exit codes are watched as well."""
+    found: list[dict[str, Any]] = []
+    while len(found) < len(processes):
+        try:
+            found.append(answers.get(timeout=1))
+        except Empty:
+            for rank, process in enumerate(processes):
+                if process.exitcode:
+                    raise CommandError(
+                        f"rank {rank} ended with exit status {process.exitcode} and no answer; a negative status is "
+                        "a signal, and -9 is mostly the kernel's, for memory: use --scale"
+                    ) from None
+    return found
 
 
 def _device(options: Options, rank: int) -> torch.device:
@@ -122,6 +140,7 @@ def _rank(rank: int, options: Options, barrier: Barrier) -> dict[str, Any]:
                 for _ in range(options.repeat):
                     workload.poison(levels)
                     alone.append(seconds_of(plan.run, device)[0])
+        barrier.wait(_PHASE_SECONDS)
         reports = []
         for _ in range(options.repeat):
             workload.poison(levels)

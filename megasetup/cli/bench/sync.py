@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megasetup import kernels
-from megasetup.cli.bench.timing import seconds_of, summary
+from megasetup.cli import per_tensor
 from megasetup.cli.bench.workload import (
     LEVELS,
     Buffers,
@@ -26,9 +26,10 @@ from megasetup.cli.bench.workload import (
 )
 from megasetup.cli.console import Steps
 from megasetup.cli.shapes import Shapes
+from megasetup.cli.timing import seconds_of, summary
 from megasetup.cli.wire import Wire, measure_device_copy, measure_wire
+from megasetup.masters import SyncPlan, audit_plan
 from megasetup.masters.layout import Level
-from megasetup.masters.plan import SyncPlan
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
             if repeat < options.baseline_repeat:
                 progress.next(f"{label}: per-tensor path, run {repeat + 1} of {options.baseline_repeat}")
                 workload.poison(levels)
-                baseline.append(workload.per_tensor(levels))
+                baseline.append(per_tensor.refresh(copies, device))
                 if repeat == options.baseline_repeat - 1:
                     wrong["per-tensor"] = workload.wrong(levels)
             for way in ours if repeat < options.repeat else ():
@@ -172,7 +173,7 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
         kernels.set_num_threads(ours[0].threads)
         progress.next(f"{label}: audit")
         plan.run()
-        audits = [seconds_of(plan.compare, device) for _ in range(options.repeat)]
+        audits = [seconds_of(lambda: audit_plan(plan), device) for _ in range(options.repeat)]
         progress.next(f"{label}: level 1 alone")
         level_1 = _level_1_alone(workload, options, limits, wrong) if 1 in levels else None
     finally:
@@ -195,7 +196,7 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
         "planning_seconds": planning_seconds,
         "first_run_seconds": first_seconds,
         "plan": ours_found,
-        "audit": audit,
+        "audit": {**audit, "ok": audits[-1][1].ok},
         "level_1_alone": level_1,
         "wrong": wrong,
         "verified": not any(wrong.values()),

@@ -7,7 +7,6 @@ is no level 1, and the clone, which is pageable there, is both level 2 and level
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from types import TracebackType
 import torch
 
 from megasetup.cli import host_memory, machine
-from megasetup.cli.bench.timing import wait_for
 from megasetup.cli.console import gigabytes
 from megasetup.cli.errors import CommandError
 from megasetup.cli.shapes import Shapes
-from megasetup.masters.layout import Level, WeightCopies
+from megasetup.cli.timing import wait_for
+from megasetup.masters import WeightCopies
+from megasetup.masters.layout import Level
 
 STANDARD, PRECISION_AWARE = "standard", "precision-aware"
 LEVELS: dict[str, tuple[Level, ...]] = {STANDARD: (1, 2), PRECISION_AWARE: (2, 3)}
@@ -160,26 +160,6 @@ class Workload:
             WeightCopies(name, self.sources[index], tuple((level, tensors[index]) for level, tensors in targets))
             for index, (name, _) in enumerate(self.shapes.tensors)
         ]
-
-    def per_tensor(self, levels: Sequence[Level]) -> dict[Level, float]:
-        """Refresh level after level with one copy_ a tensor, as a trainer does today.
-
-        Level 2 reads the FP32 shard where there is one; level 3 writes the clones once more.
-
-        Returns:
-            Seconds of each level.
-        """
-        seconds = {}
-        for level in levels:
-            origins = self.shards if level == 2 and self.shards is not None else self.sources
-            pairs = list(zip(self.target(level), origins, strict=True))
-            wait_for(self.buffers.device)
-            start = time.perf_counter()
-            for target, origin in pairs:
-                target.copy_(origin)
-            wait_for(self.buffers.device)
-            seconds[level] = time.perf_counter() - start
-        return seconds
 
     def poison(self, levels: Sequence[Level]) -> None:
         """Fill the levels with NaN, which no weight is, so that a value that was not written shows."""
