@@ -39,6 +39,13 @@ int local_ranks() {
   return 1;
 }
 
+// What set_num_threads asked for, 0 for the default. Kept outside the pool: a forked child has another pool, but the
+// same setting.
+std::atomic<int>& wanted_threads() {
+  static std::atomic<int> threads{0};
+  return threads;
+}
+
 std::atomic<Pool*>& current_pool() {
   static std::atomic<Pool*> pool{nullptr};
   return pool;
@@ -77,20 +84,19 @@ int Pool::default_threads() {
 }
 
 int Pool::num_threads() {
-  const std::lock_guard lock(mutex_);
-  return wanted_ > 0 ? wanted_ : default_threads();
+  const int wanted = wanted_threads().load();
+  return wanted > 0 ? wanted : default_threads();
 }
 
 void Pool::set_num_threads(int threads) {
   if (threads < 1) throw std::invalid_argument("num_threads is " + std::to_string(threads) + ": at least 1 is needed");
-  std::vector<std::thread> surplus;
+  Workers surplus;
   {
     const std::lock_guard lock(mutex_);
-    wanted_ = threads;
+    wanted_threads().store(threads);
     surplus = take_surplus(threads);
   }
-  wake_.notify_all();
-  for (auto& thread : surplus) thread.join();
+  dismiss(std::move(surplus));
 }
 
 void Pool::set_cores(const std::vector<int>& cores) {
@@ -105,44 +111,50 @@ void Pool::set_cores(const std::vector<int>& cores) {
   const std::lock_guard lock(mutex_);
   if (usable == cores_) return;
   cores_ = std::move(usable);
-  for (auto& thread : threads_) apply_cores(thread);
+  for (const auto& worker : workers_) apply_cores(*worker);
 }
 
-void Pool::apply_cores(std::thread& thread) const {
+void Pool::apply_cores(Worker& worker) const {
   if (cores_.empty()) return;
   cpu_set_t set;
   CPU_ZERO(&set);
   for (const int core : cores_) CPU_SET(core, &set);
   // A refusal costs speed, not correctness.
-  (void)pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
+  (void)pthread_setaffinity_np(worker.thread.native_handle(), sizeof(set), &set);
 }
 
 void Pool::start_missing() {
-  running_ = wanted_ > 0 ? wanted_ : default_threads();
-  while (static_cast<int>(threads_.size()) < running_) {
-    threads_.emplace_back(&Pool::worker, this, static_cast<int>(threads_.size()));
-    apply_cores(threads_.back());
+  const auto wanted = static_cast<size_t>(num_threads());
+  while (workers_.size() < wanted) {
+    auto worker = std::make_unique<Worker>();
+    worker->thread = std::thread(&Pool::work, this, std::cref(*worker));
+    workers_.push_back(std::move(worker));
+    apply_cores(*workers_.back());
   }
 }
 
-std::vector<std::thread> Pool::take_surplus(int keep) {
-  running_ = std::min(running_, keep);
-  std::vector<std::thread> surplus;
-  while (static_cast<int>(threads_.size()) > keep) {
-    surplus.push_back(std::move(threads_.back()));
-    threads_.pop_back();
+Pool::Workers Pool::take_surplus(int keep) {
+  Workers surplus;
+  while (workers_.size() > static_cast<size_t>(keep)) {
+    workers_.back()->leaving = true;
+    surplus.push_back(std::move(workers_.back()));
+    workers_.pop_back();
   }
   return surplus;
 }
 
+void Pool::dismiss(Workers surplus) {
+  wake_.notify_all();
+  for (const auto& worker : surplus) worker->thread.join();
+}
+
 void Pool::shutdown() {
-  std::vector<std::thread> surplus;
+  Workers surplus;
   {
     const std::lock_guard lock(mutex_);
     surplus = take_surplus(0);
   }
-  wake_.notify_all();
-  for (auto& thread : surplus) thread.join();
+  dismiss(std::move(surplus));
 }
 
 void Pool::submit(const std::shared_ptr<Batch>& batch) {
@@ -177,9 +189,9 @@ void Pool::cancel(Batch& batch) {
   batch.finished_.fetch_add(batch.blocks_ - taken, std::memory_order_acq_rel);
 }
 
-void Pool::worker(int index) {
+void Pool::work(const Worker& self) {
   std::unique_lock lock(mutex_);
-  while (index < running_) {
+  while (!self.leaving) {
     while (!queue_.empty() && queue_.front()->exhausted()) queue_.pop_front();
     if (!queue_.empty()) {
       const std::shared_ptr<Batch> batch = queue_.front();

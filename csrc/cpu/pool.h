@@ -1,5 +1,6 @@
-// The worker threads. They sleep when idle, spin while a pipeline keeps them awake (a chunk arrives every 75 us, a wake-up
-// takes as long), and come back after a fork: a child starts with no workers and makes its own when it needs them.
+// The worker threads. They sleep when idle, spin while a pipeline keeps them awake (a chunk arrives every 75 us, a
+// wake-up takes as long), and come back after a fork: a child starts with no workers and makes its own when it needs
+// them.
 #pragma once
 
 #include <atomic>
@@ -42,7 +43,7 @@ class Pool {
   static int default_threads();
 
   int num_threads();
-  // Takes effect at the next submission; throws std::invalid_argument below 1.
+  // Takes effect at the next submission, and in children forked later; throws std::invalid_argument below 1.
   void set_num_threads(int threads);
   // Keep the workers on these cores (those of the GPU's NUMA node); ignored when this process may use none of them.
   void set_cores(const std::vector<int>& cores);
@@ -69,20 +70,26 @@ class Pool {
   };
 
  private:
-  void worker(int index);
-  void apply_cores(std::thread& thread) const;
-  // Both are called with mutex_ held.
+  struct Worker {
+    std::thread thread;
+    bool leaving = false;  // guarded by mutex_
+  };
+  using Workers = std::vector<std::unique_ptr<Worker>>;
+
+  void work(const Worker& self);
+  // Wakes and joins workers that have been told to leave; called without mutex_.
+  void dismiss(Workers surplus);
+  // These are called with mutex_ held.
+  void apply_cores(Worker& worker) const;
   void start_missing();
-  std::vector<std::thread> take_surplus(int keep);
+  Workers take_surplus(int keep);
 
   std::mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable finished_;
   std::deque<std::shared_ptr<Batch>> queue_;
-  std::vector<std::thread> threads_;
+  Workers workers_;
   std::vector<int> cores_;
-  int wanted_ = 0;  // 0: the default
-  int running_ = 0;  // workers with an index at or above this leave
   std::atomic<int> awake_{0};
   std::atomic<int64_t> submissions_{0};
 };
