@@ -36,9 +36,7 @@ struct Bf16 : Memory {
     rounded = _mm512_mask_mov_epi32(rounded, nan_lanes(v), quiet);
     return _mm512_cvtepi32_epi16(rounded);
   }
-  static uint32_t differing_low(Low weight, Wide master) {
-    return _mm256_cmpneq_epi16_mask(weight, narrow(master));
-  }
+  static uint32_t differing_low(Low weight, Wide master) { return _mm256_cmpneq_epi16_mask(weight, narrow(master)); }
 };
 
 struct Fp16 : Memory {
@@ -46,9 +44,7 @@ struct Fp16 : Memory {
   static Low narrow(Wide v) {
     return _mm512_cvtps_ph(_mm512_castsi512_ps(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
-  static uint32_t differing_low(Low weight, Wide master) {
-    return _mm256_cmpneq_epi16_mask(weight, narrow(master));
-  }
+  static uint32_t differing_low(Low weight, Wide master) { return _mm256_cmpneq_epi16_mask(weight, narrow(master)); }
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The kernels for 64-bit Arm: 4 elements a vector. Arm has no streaming store among its intrinsics; its processors detect
-// a run of full-line writes by themselves.
+// The kernels for 64-bit Arm: 4 elements a vector. Arm has no streaming store among its intrinsics; its processors
+// detect a run of full-line writes by themselves.
 #include <arm_neon.h>
 
 #include "cpu/vector_kernels.h"
@@ -12,20 +12,14 @@ struct Memory {
   using Wide = uint32x4_t;
   using Low = uint16x4_t;
   // Byte loads carry no alignment promise, so memory of any alignment is legal.
-  static Low load_low(const uint16_t* p) {
-    return vreinterpret_u16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p)));
-  }
-  static Wide load_wide(const float* p) {
-    return vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p)));
-  }
+  static Low load_low(const uint16_t* p) { return vreinterpret_u16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p))); }
+  static Wide load_wide(const float* p) { return vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p))); }
   static void store_low(uint16_t* p, Low v) { vst1_u8(reinterpret_cast<uint8_t*>(p), vreinterpret_u8_u16(v)); }
   static void store_wide(float* p, Wide v) { vst1q_u8(reinterpret_cast<uint8_t*>(p), vreinterpretq_u8_u32(v)); }
   static void stream_wide(float* p, Wide v) { store_wide(p, v); }
   static void fence() {}
 
-  static Wide nan_lanes(Wide v) {
-    return vcgtq_u32(vandq_u32(v, vdupq_n_u32(0x7fffffffu)), vdupq_n_u32(0x7f800000u));
-  }
+  static Wide nan_lanes(Wide v) { return vcgtq_u32(vandq_u32(v, vdupq_n_u32(0x7fffffffu)), vdupq_n_u32(0x7f800000u)); }
   static uint32_t mask_of(Wide lanes) {
     const Wide bits = {1u, 2u, 4u, 8u};
     return vaddvq_u32(vandq_u32(lanes, bits));
@@ -34,9 +28,7 @@ struct Memory {
     const Wide both_nan = vandq_u32(nan_lanes(a), nan_lanes(b));
     return mask_of(vmvnq_u32(vorrq_u32(vceqq_u32(a, b), both_nan)));
   }
-  static uint32_t differing_16_bit(Low a, Low b) {
-    return mask_of(vmvnq_u32(vceqq_u32(vmovl_u16(a), vmovl_u16(b))));
-  }
+  static uint32_t differing_16_bit(Low a, Low b) { return mask_of(vmvnq_u32(vceqq_u32(vmovl_u16(a), vmovl_u16(b)))); }
 };
 
 struct Bf16 : Memory {

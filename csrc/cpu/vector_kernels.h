@@ -1,10 +1,10 @@
 // The loops that every vector instruction set shares: peel to the target's alignment, run whole vectors, finish by the
 // scalar kernels. An instruction set supplies a Vector type that says how one vector is loaded, converted and stored.
 //
-// A Vector V has: V::kLanes (elements of FP32 in one vector); Wide (FP32 bits in a register) and Low (the same number of
-// 16-bit values); load_low/load_wide/store_low/store_wide for any alignment; stream_wide for aligned addresses; fence();
-// widen(Low) and narrow(Wide) for the dtype; differing_wide/differing_low, which give a bit mask of lanes that differ,
-// leaving out lanes where both sides are NaN.
+// A Vector V has: V::kLanes (elements of FP32 in one vector); Wide (FP32 bits in a register) and Low (the same number
+// of 16-bit values); load_low/load_wide/store_low/store_wide for any alignment; stream_wide for aligned addresses;
+// fence(); widen(Low) and narrow(Wide) for the dtype; differing_wide/differing_low, which give a bit mask of lanes that
+// differ, leaving out lanes where both sides are NaN.
 #pragma once
 
 #include <bit>
@@ -14,8 +14,8 @@
 
 namespace megasetup::cpu {
 
-// (static: each instruction set's file must keep its own copy, or the linker could give one file another's instructions.)
-// Elements before `address` reaches a multiple of `alignment`, or `count` when it never does.
+// (static: each instruction set's file must keep its own copy, or the linker could give one file another's
+// instructions.) Elements before `address` reaches a multiple of `alignment`, or `count` when it never does.
 static inline size_t elements_to_alignment(const float* address, size_t alignment, size_t count) {
   const auto value = reinterpret_cast<uintptr_t>(address);
   if (value % sizeof(float) != 0) return count;
@@ -43,8 +43,7 @@ void widen_loop(const uint16_t* source, float* target, size_t count, bool stream
 }
 
 template <typename V>
-void narrow_loop(const float* source, uint16_t* target, size_t count,
-                 void (*scalar)(const float*, uint16_t*, size_t)) {
+void narrow_loop(const float* source, uint16_t* target, size_t count, void (*scalar)(const float*, uint16_t*, size_t)) {
   size_t i = 0;
   for (; i + V::kLanes <= count; i += V::kLanes) V::store_low(target + i, V::narrow(V::load_wide(source + i)));
   scalar(source + i, target + i, count - i);
