@@ -17,7 +17,7 @@ import torch
 
 from megasetup.kernels import Comparison, CopyJob, Transfer, TransferStats
 from megasetup.kernels.rows import kind_of
-from megasetup.masters.layout import Layout, Levels, WeightCopies, read_layout
+from megasetup.masters.layout import Layout, Level, Levels, WeightCopies, read_layout
 from megasetup.masters.report import LevelReport, SyncReport, shortened
 
 _CPU = torch.device("cpu")
@@ -402,7 +402,7 @@ def _memory_problems(tensors: Sequence[torch.Tensor], columns: _Columns, odd: se
         problems += [
             (
                 index,
-                f"{columns.elements[index]:,} elements on {columns.device[index]} without memory: load the weights, "
+                f"{columns.elements[index]:,} elements on {tensors[index].device} without memory: load the weights, "
                 "or restore the storage, before planning",
             )
             for index, address in enumerate(columns.address)
