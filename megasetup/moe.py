@@ -22,7 +22,6 @@ from megasetup import kernels
 BUFFER_NAMES = ("expert_bias", "qb_beta", "qb_beta_accum", "local_tokens_per_expert")
 
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
-_ALIGNMENT = 4  # FP32 elements in 16 bytes, the widest load of a kernel
 
 
 def _is_router(module: nn.Module) -> bool:
@@ -87,39 +86,22 @@ def low_precision_buffers(model: nn.Module | Sequence[nn.Module]) -> list[torch.
 
 
 def recast_buffers(buffers: Sequence[torch.Tensor]) -> None:
-    """Turn BF16 and FP16 buffers of one device into FP32, exactly, with one `widen` for all of them.
+    """Turn BF16 or FP16 buffers of one device into FP32, exactly: one launch for all of them.
 
     Each tensor object stays what it is and where it is registered; its data is replaced. The new data share one
     allocation, in which each buffer begins on 16 bytes. On the meta device only the dtype changes.
 
     Args:
-        buffers: tensors of shape [experts], bfloat16 or float16, all on one device. The number of experts may differ.
+        buffers: tensors of shape [experts], all bfloat16 or all float16, on one device. The number of experts may
+            differ.
 
     Raises:
-        TypeError: a buffer of a dtype that float32 cannot hold.
-        ValueError: a buffer that has not one dimension.
-        RuntimeError: buffers on several devices, or of different numbers of dimensions (torch's own words).
-            No buffer has been changed when an error is raised.
+        TypeError: buffers of several dtypes, or of one that is neither bfloat16 nor float16.
+        ValueError: buffers on several devices, or one that has not one dimension. Nothing has been changed then.
     """
-    if not buffers:
-        return
-    # The GPU's part of this is nothing; what counts is Python's few microseconds a buffer. So the buffers are gathered
-    # by one call, whose checks are in C++, then checked and widened as one tensor.
-    sizes = [*map(torch.Tensor.numel, buffers)]
-    aligned = not any(size % _ALIGNMENT for size in set(sizes))
-    rows = [*buffers] if aligned else [nn.functional.pad(buffer, (0, -len(buffer) % _ALIGNMENT)) for buffer in buffers]
-    low = torch.cat(rows)
-    if low.dim() != 1:
-        raise ValueError(f"buffers of {low.dim()} dimensions: the FP32 state of a router has the shape [experts]")
-    high = torch.empty_like(low, dtype=torch.float32)
-    if low.device.type != "meta":
-        kernels.widen([low], [high])
-    # The unsafe split keeps no record that its results are views, which saves a quarter of the cost of a split. Nothing
-    # here goes through autograd.
-    targets: Sequence[torch.Tensor] = high.unsafe_split_with_sizes(sizes if aligned else [*map(len, rows)])
-    if not aligned:
-        targets = [target[:size] for target, size in zip(targets, sizes, strict=True)]
-    for buffer, target in zip(buffers, targets, strict=True):
+    # A buffer whose elements are not side by side is rare, and made so first.
+    contiguous = [buffer if buffer.is_contiguous() else buffer.contiguous() for buffer in buffers]
+    for buffer, target in zip(buffers, kernels.widened(contiguous), strict=True):
         buffer.data = target
 
 
@@ -140,11 +122,11 @@ def recast_expert_bias(model: nn.Module | Sequence[nn.Module]) -> int:
         ValueError: a buffer that has not one dimension.
     """
     buffers = low_precision_buffers(model)
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for buffer in buffers:
-        by_device.setdefault(buffer.device, []).append(buffer)
-    for of_device in by_device.values():
-        recast_buffers(of_device)
+        alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+    for of_one_kind in alike.values():
+        recast_buffers(of_one_kind)
     return len(buffers)
 
 

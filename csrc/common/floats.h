@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define MEGASETUP_BOTH __host__ __device__ __forceinline__
-#else
-#define MEGASETUP_BOTH inline
-#endif
+#include "common/qualifiers.h"
 
 namespace megasetup {
 

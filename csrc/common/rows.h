@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/qualifiers.h"
+
 namespace megasetup {
 
 // What a weight holds, and what its copy holds.
@@ -18,9 +20,9 @@ enum class Kind : int64_t {
 constexpr int64_t kKinds = 4;
 
 // Bytes an element of the weight takes.
-constexpr int64_t weight_bytes(Kind kind) { return kind == Kind::kCopy4Bytes ? 4 : 2; }
+MEGASETUP_BOTH constexpr int64_t weight_bytes(Kind kind) { return kind == Kind::kCopy4Bytes ? 4 : 2; }
 // Bytes an element of the copy takes.
-constexpr int64_t copy_bytes(Kind kind) { return kind == Kind::kCopy2Bytes ? 2 : 4; }
+MEGASETUP_BOTH constexpr int64_t copy_bytes(Kind kind) { return kind == Kind::kCopy2Bytes ? 2 : 4; }
 
 // How a master differs from its weight. A NaN on both sides counts as equal; an index of -1 means there is none.
 struct Comparison {

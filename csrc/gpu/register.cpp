@@ -44,6 +44,27 @@ void register_gpu(py::module_& module) {
     const gpu::DeviceGuard guard(device);
     gpu::widen(segments, gpu::stream_of(stream));
   });
+  // Addresses and counts instead of rows, targets back to back from `target` on, each start rounded up to `alignment`
+  // elements: for many tiny tensors the making of rows in Python would take longer than the launch.
+  gpu_module.def("widen_into",
+                 [](int64_t kind, const std::vector<uintptr_t>& sources, const std::vector<int64_t>& counts,
+                    uintptr_t target, int64_t alignment, int device, uintptr_t stream) {
+                   if (kind < 0 || kind >= kKinds || sources.size() != counts.size() || alignment < 1) {
+                     throw std::invalid_argument("kind, addresses, counts and alignment do not go together");
+                   }
+                   std::vector<gpu::Segment> segments;
+                   segments.reserve(sources.size());
+                   for (size_t i = 0; i < sources.size(); ++i) {
+                     const auto bytes = static_cast<uintptr_t>((counts[i] + alignment - 1) / alignment * alignment *
+                                                               copy_bytes(static_cast<Kind>(kind)));
+                     segments.push_back({reinterpret_cast<void*>(sources[i]), reinterpret_cast<void*>(target), 0,
+                                         counts[i], static_cast<Kind>(kind)});
+                     target += bytes;
+                   }
+                   const py::gil_scoped_release release;
+                   const gpu::DeviceGuard guard(device);
+                   gpu::widen(segments, gpu::stream_of(stream));
+                 });
   gpu_module.def("narrow", [](const py::buffer& rows, int device, uintptr_t stream) {
     const auto segments = segments_of(rows, 2);
     const py::gil_scoped_release release;

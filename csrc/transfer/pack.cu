@@ -1,3 +1,4 @@
+#include "gpu/compare.cuh"
 #include "gpu/cuda.h"
 #include "gpu/spans.cuh"
 #include "transfer/pack.h"
@@ -66,6 +67,25 @@ __global__ void __launch_bounds__(kThreads)
   gpu::for_pieces(pieces, size, elements, work);
 }
 
+// The pieces' masters lie in the slot, each at its piece's place.
+struct CompareSlotWork {
+  const char* slot;
+  gpu::CompareWork compare;
+
+  __device__ void operator()(const Segment& piece, int64_t index, int64_t offset, int count) {
+    Segment placed = piece;
+    placed.copy = const_cast<char*>(slot) + piece.start * copy_bytes(piece.kind);
+    compare(placed, index, offset, count);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads)
+    compare_slot_kernel(const Segment* pieces, int64_t size, int64_t elements, const char* slot, Comparison* results) {
+  CompareSlotWork work{slot, {results}};
+  gpu::for_pieces(pieces, size, elements, work);
+  work.compare.flush();
+}
+
 template <Kind kKind, bool kStaged>
 void launch(const PackedChunk& chunk, void* slot, cudaStream_t stream) {
   pack_kernel<kKind, kStaged>
@@ -104,6 +124,12 @@ void pack_direct(const PackedChunk& chunk, void* slot, cudaStream_t stream) {
     case Kind::kCopy2Bytes:
       return;  // sent from the weights themselves
   }
+}
+
+void compare_slot(const PackedChunk& chunk, const void* slot, Comparison* results, cudaStream_t stream) {
+  compare_slot_kernel<<<gpu::grid_for(chunk.elements), kThreads, 0, stream>>>(chunk.pieces, chunk.size, chunk.elements,
+                                                                              static_cast<const char*>(slot), results);
+  gpu::check(cudaGetLastError(), "launching the comparison of a chunk");
 }
 
 void preload_pack_kernels() {

@@ -19,6 +19,9 @@ struct PackedChunk {
 void pack_staged(const PackedChunk& chunk, void* slot, cudaStream_t stream);
 // Widened weights go into the device copy, or into the slot where there is none, to be sent as they are.
 void pack_direct(const PackedChunk& chunk, void* slot, cudaStream_t stream);
+// Compares the chunk's weights with masters that were brought into the slot. One result a piece, which the caller has
+// cleared.
+void compare_slot(const PackedChunk& chunk, const void* slot, Comparison* results, cudaStream_t stream);
 // Loads the kernels now, so that the first chunk does not wait for it.
 void preload_pack_kernels();
 

@@ -19,6 +19,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kHostSlots = 8;
 constexpr int kDeviceSlots = 6;
+// Of the GPU's slots, how many bring masters back for comparing.
+constexpr int kReturnSlots = 3;
 // Chunks given to the wire at a time: enough that it never waits for this thread.
 constexpr size_t kDepth = 4;
 // At or below this many chunks on the wire, waiting for a slot would let it run dry.
@@ -77,9 +79,12 @@ struct Pipeline::Resources {
 
   const int64_t host_slot_bytes;
   const int64_t device_slot_bytes;
-  Stream pack{Priority::kHigh};  // fills device slots
-  Stream wire{Priority::kHigh};  // empties them
-  Stream aside{Priority::kLow};  // copies that never leave the GPU
+  Stream pack{Priority::kHigh};   // fills device slots
+  Stream wire{Priority::kHigh};   // empties them
+  Stream aside{Priority::kLow};   // copies that never leave the GPU
+  Stream back{Priority::kHigh};   // brings masters to the GPU: the wire's other direction
+  Stream judge{Priority::kHigh};  // compares them there
+  Stream back{Priority::kHigh};   // brings masters to the GPU, the wire's other direction
   Event begun{true}, pack_done{true}, aside_done{true};
   std::unique_ptr<PinnedBuffer> host;
   DeviceBuffer device;
@@ -169,17 +174,24 @@ void Pipeline::measure_wire() {
   Resources& r = *resources_;
   const Event start(true), end(true);
   // The first copies wake the link up.
-  for (int pass = 0; pass < 3; ++pass) {
-    if (pass == 1) gpu::check(cudaEventRecord(start, r.wire), "timing the wire");
-    for (int slot = 0; slot < kHostSlots; ++slot) {
-      gpu::check(cudaMemcpyAsync(r.host_slot(slot), r.device_slot(slot % kDeviceSlots),
-                                 static_cast<size_t>(r.host_slot_bytes), cudaMemcpyDeviceToHost, r.wire),
-                 "timing the wire");
-    }
+  const auto bytes = static_cast<size_t>(std::min(kHostSlots * r.host_slot_bytes, kDeviceSlots * r.device_slot_bytes));
+  constexpr int kPasses = 4;
+  for (int pass = -1; pass < kPasses; ++pass) {  // the first wakes the link up
+    if (pass == 0) gpu::check(cudaEventRecord(start, r.wire), "timing the wire");
+    gpu::check(cudaMemcpyAsync(r.host_slot(0), r.device_slot(0), bytes, cudaMemcpyDeviceToHost, r.wire),
+               "timing the wire");
   }
   gpu::check(cudaEventRecord(end, r.wire), "timing the wire");
   gpu::check(cudaStreamSynchronize(r.wire), "timing the wire");
-  wire_bandwidth_ = 2.0 * kHostSlots * static_cast<double>(r.host_slot_bytes) / seconds_between(start, end);
+  wire_bandwidth_ = kPasses * static_cast<double>(bytes) / seconds_between(start, end);
+}
+
+void Pipeline::begin(cudaStream_t stream) {
+  const Resources& r = *resources_;
+  gpu::check(cudaEventRecord(r.begun, stream), "starting");
+  for (const Stream* each : {&r.pack, &r.wire, &r.aside, &r.back, &r.judge}) {
+    gpu::check(cudaStreamWaitEvent(*each, r.begun, 0), "starting");
+  }
 }
 
 PackedChunk Pipeline::packed(const Chunk& chunk, const gpu::Segment* pieces) const {
@@ -192,10 +204,14 @@ class Pipeline::Flight {
   // `arrive(segments)` is the CPU's work on one block of an arrived chunk.
   using Arrive = std::function<void(size_t piece, int64_t offset, const cpu::Segment&)>;
 
-  Flight(Pipeline& pipeline, bool may_go_direct, Arrive arrive)
-      : pipeline_(pipeline), r_(*pipeline.resources_), may_go_direct_(may_go_direct), arrive_(std::move(arrive)) {
+  // With `judged` (a device result for each piece) masters are compared and nothing is written: chunks then also travel
+  // the other way, as FP32 to the GPU. Both directions of the wire work at once, and neither waits for the CPU alone.
+  Flight(Pipeline& pipeline, Comparison* judged, Arrive arrive)
+      : pipeline_(pipeline), r_(*pipeline.resources_), judged_(judged), arrive_(std::move(arrive)) {
+    const int returning = judged_ == nullptr ? 0 : kReturnSlots;
     for (int i = 0; i < kHostSlots; ++i) free_host_.push_back(i);
-    for (int i = 0; i < kDeviceSlots; ++i) free_device_.push_back(i);
+    for (int i = 0; i < kDeviceSlots - returning; ++i) free_device_.push_back(i);
+    for (int i = kDeviceSlots - returning; i < kDeviceSlots; ++i) free_return_.push_back(i);
   }
 
   ~Flight() {
@@ -203,9 +219,7 @@ class Pipeline::Flight {
     for (const Widening& widening : widenings_) {
       while (!widening.batch->done()) sched_yield();
     }
-    (void)cudaStreamSynchronize(r_.pack);
-    (void)cudaStreamSynchronize(r_.wire);
-    (void)cudaStreamSynchronize(r_.aside);
+    for (const Stream* each : {&r_.pack, &r_.wire, &r_.aside, &r_.back, &r_.judge}) (void)cudaStreamSynchronize(*each);
   }
   Flight(const Flight&) = delete;
   Flight& operator=(const Flight&) = delete;
@@ -213,10 +227,14 @@ class Pipeline::Flight {
   bool fly(const std::function<bool()>& interrupted, Stats& stats) {
     auto asked = Clock::now();
     size_t next = 0;
-    while (next < pipeline_.chunks_.size() || !moving_.empty() || !widenings_.empty()) {
+    while (next < pipeline_.chunks_.size() || !moving_.empty() || !widenings_.empty() || !returning_.empty()) {
       bool progress = land();
       progress |= collect();
       if (next < pipeline_.chunks_.size() && send(pipeline_.chunks_[next], stats)) {
+        ++next;
+        progress = true;
+      }
+      if (next < pipeline_.chunks_.size() && bring_back(pipeline_.chunks_[next])) {
         ++next;
         progress = true;
       }
@@ -254,9 +272,14 @@ class Pipeline::Flight {
     return any;
   }
 
-  // Slots that the CPU is done with are free again.
+  // Slots that the CPU or the comparison on the GPU is done with are free again.
   bool collect() {
     bool any = false;
+    while (!returning_.empty() && reached(*r_.moved[static_cast<size_t>(returning_.front())])) {
+      free_return_.push_back(returning_.front());
+      returning_.pop_front();
+      any = true;
+    }
     for (size_t i = 0; i < widenings_.size();) {
       if (!widenings_[i].batch->done()) {
         ++i;
@@ -271,7 +294,7 @@ class Pipeline::Flight {
 
   bool send(const Chunk& chunk, Stats& stats) {
     if (moving_.size() >= kDepth || free_device_.empty()) return false;
-    const bool can_go_direct = may_go_direct_ && chunk.pinned;
+    const bool can_go_direct = judged_ == nullptr && chunk.pinned;
     // FP32 takes four bytes either way, so staging it would only cost the CPU.
     const bool rather_direct = can_go_direct && !widens(chunk.kind);
     if (!rather_direct && !free_host_.empty()) {
@@ -281,6 +304,28 @@ class Pipeline::Flight {
     } else {
       return false;
     }
+    return true;
+  }
+
+  bool bring_back(const Chunk& chunk) {
+    if (judged_ == nullptr || !chunk.pinned || free_return_.empty()) return false;
+    const int slot = free_return_.front();
+    free_return_.pop_front();
+    const int64_t size = copy_bytes(chunk.kind);
+    for (size_t i = 0; i < chunk.pieces; ++i) {
+      const Piece& piece = pipeline_.pieces_[chunk.first_piece + i];
+      const Row& row = pipeline_.rows_[static_cast<size_t>(piece.row)];
+      gpu::check(cudaMemcpyAsync(r_.device_slot(slot) + piece.place * size,
+                                 static_cast<const char*>(row.host_copy) + piece.offset * size,
+                                 static_cast<size_t>(piece.count * size), cudaMemcpyHostToDevice, r_.back),
+                 "bringing a chunk back");
+    }
+    const Event& arrived = *r_.packed[static_cast<size_t>(slot)];
+    gpu::check(cudaEventRecord(arrived, r_.back), "ordering a chunk");
+    gpu::check(cudaStreamWaitEvent(r_.judge, arrived, 0), "ordering a chunk");
+    compare_slot(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), judged_ + chunk.first_piece, r_.judge);
+    gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], r_.judge), "comparing a chunk");
+    returning_.push_back(slot);
     return true;
   }
 
@@ -361,11 +406,12 @@ class Pipeline::Flight {
 
   Pipeline& pipeline_;
   Resources& r_;
-  const bool may_go_direct_;
+  Comparison* const judged_;
   const Arrive arrive_;
   const cpu::Pool::KeepAwake awake_{cpu::Pool::instance()};
-  std::deque<int> free_host_, free_device_;
+  std::deque<int> free_host_, free_device_, free_return_;
   std::deque<Moving> moving_;
+  std::deque<int> returning_;  // slots, in the order they were sent for
   std::vector<Widening> widenings_;
 };
 
@@ -374,13 +420,10 @@ bool Pipeline::run(cudaStream_t stream, const std::function<bool()>& interrupted
   const gpu::DeviceGuard guard(device_);
   Resources& r = *resources_;
   const auto start = Clock::now();
-  gpu::check(cudaEventRecord(r.begun, stream), "starting");
-  for (const Stream* each : {&r.pack, &r.wire, &r.aside}) {
-    gpu::check(cudaStreamWaitEvent(*each, r.begun, 0), "starting");
-  }
+  begin(stream);
   {
     constexpr int64_t kStreamedElements = 4096;
-    Flight flight(*this, true, [](size_t, int64_t, const cpu::Segment& run) {
+    Flight flight(*this, nullptr, [](size_t, int64_t, const cpu::Segment& run) {
       cpu::widen_piece(run, run.count >= kStreamedElements);
     });
     gpu::widen(r.device_only, r.aside);
@@ -403,35 +446,36 @@ bool Pipeline::compare(cudaStream_t stream, const std::function<bool()>& interru
   const gpu::DeviceGuard guard(device_);
   Resources& r = *resources_;
   results.assign(rows_.size(), {});
-  std::vector<Comparison> found(static_cast<size_t>(r.device_copies.size()));
-  const DeviceBuffer on_device(found.size() * sizeof(Comparison), "allocating the results");
+  // Device copies first, then the pieces of host copies that are compared on the GPU.
+  const auto near_count = static_cast<size_t>(r.device_copies.size());
+  std::vector<Comparison> found(near_count + pieces_.size());
+  const size_t bytes = found.size() * sizeof(Comparison);
+  const DeviceBuffer on_device(bytes, "allocating the results");
   auto* device_results = reinterpret_cast<Comparison*>(on_device.data());
-  gpu::check(cudaEventRecord(r.begun, stream), "starting");
-  for (const Stream* each : {&r.pack, &r.wire, &r.aside}) {
-    gpu::check(cudaStreamWaitEvent(*each, r.begun, 0), "starting");
-  }
+  gpu::clear_results(device_results, static_cast<int64_t>(found.size()), r.aside);
+  gpu::check(cudaStreamSynchronize(r.aside), "clearing the results");
+  begin(stream);
   {
     std::mutex merging;
-    Flight flight(*this, false, [&](size_t piece, int64_t offset, const cpu::Segment& run) {
+    Flight flight(*this, device_results + near_count, [&](size_t piece, int64_t offset, const cpu::Segment& run) {
       const Comparison part = cpu::compare_piece(run);
       if (part.exact_differences == 0) return;
       const std::lock_guard merge_lock(merging);
       cpu::merge(results[static_cast<size_t>(pieces_[piece].row)].host, part, pieces_[piece].offset + offset);
     });
-    gpu::clear_results(device_results, r.device_copies.size(), r.aside);
     gpu::compare(r.device_copies, device_results, r.aside);
     Stats ignored;
     if (!flight.fly(interrupted, ignored)) return false;
-    if (!found.empty()) {
-      gpu::check(cudaMemcpyAsync(found.data(), device_results, found.size() * sizeof(Comparison),
-                                 cudaMemcpyDeviceToHost, r.aside),
-                 "fetching the results");
-    }
+    gpu::check(cudaStreamSynchronize(r.judge), "comparing");
     gpu::check(cudaStreamSynchronize(r.aside), "comparing");
   }
+  gpu::check(cudaMemcpy(found.data(), device_results, bytes, cudaMemcpyDeviceToHost), "fetching the results");
   size_t next = 0;
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].device_copy != nullptr && rows_[i].count != 0) results[i].device = found[next++];
+  }
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    cpu::merge(results[static_cast<size_t>(pieces_[i].row)].host, found[near_count + i], pieces_[i].offset);
   }
   return true;
 }

@@ -78,6 +78,8 @@ class Pipeline {
 
   void cut_into_chunks(const std::vector<int64_t>& rows, bool pinned);
   void measure_wire();
+  // Every stream of the pipeline waits for what `stream` holds now.
+  void begin(cudaStream_t stream);
   PackedChunk packed(const Chunk& chunk, const gpu::Segment* pieces) const;
 
   const int device_;

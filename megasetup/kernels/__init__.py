@@ -4,7 +4,7 @@ Everything above this folder speaks of tensors; csrc/ speaks of addresses. This 
 where the same functions run in plain torch when the compiled module is absent.
 """
 
-from megasetup.kernels.convert import Comparison, compare, narrow, widen
+from megasetup.kernels.convert import Comparison, compare, narrow, widen, widened
 from megasetup.kernels.native import NativeStatus, get_num_threads, native_status, set_num_threads
 from megasetup.kernels.transfer import CopyJob, Transfer, TransferStats
 
@@ -20,4 +20,5 @@ __all__ = [
     "native_status",
     "set_num_threads",
     "widen",
+    "widened",
 ]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
 from megasetup.kernels import native, plain
-from megasetup.kernels.rows import check_pair
+from megasetup.kernels.rows import check_pair, kind_of
 
 
 class Comparison(NamedTuple):
@@ -74,6 +75,55 @@ def widen(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
         module.cpu.widen(rows)
     else:
         module.gpu.widen(rows, device.index, _stream(device))
+
+
+# FP32 elements in 16 bytes, the widest store of a kernel.
+_ALIGNMENT = 4
+
+
+def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """New FP32 tensors with the values of small 16-bit ones, exactly: one allocation and, on a GPU, one launch.
+
+    Made for many tiny tensors, where Python's few microseconds a tensor are the whole cost: so the checks run over the
+    list at once, and the rows are made in C++.
+
+    Args:
+        sources: contiguous tensors of shape [n], n may differ, of bfloat16 or float16 alike, all on one device.
+
+    Returns:
+        float32 tensors of the same shapes, views of one allocation in which each starts on 16 bytes.
+
+    Raises:
+        TypeError: several dtypes, or one that is not bfloat16 or float16.
+        ValueError: several devices, or a tensor that is not contiguous or has not one dimension.
+    """
+    if not sources:
+        return []
+    dtypes, devices = set(map(attrgetter("dtype"), sources)), set(map(attrgetter("device"), sources))
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        raise TypeError(f"sources of {sorted(map(str, dtypes))}: they must all be torch.bfloat16, or all torch.float16")
+    if len(devices) > 1:
+        raise ValueError(f"sources on {sorted(map(str, devices))}: one call takes one device")
+    if set(map(torch.Tensor.dim, sources)) != {1} or not all(map(torch.Tensor.is_contiguous, sources)):
+        raise ValueError("a source has not the shape [n] with its elements side by side")
+    counts = [*map(torch.Tensor.numel, sources)]
+    places = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
+    device = sources[0].device
+    flat = torch.empty(sum(places), dtype=torch.float32, device=device)
+    # Views made by one call; the unsafe split keeps no record that they are views, and nothing here sees autograd.
+    targets = list(flat.view(len(places), -1).unbind() if len(set(places)) == 1 else flat.unsafe_split(places))
+    if places != counts:
+        targets = [target[:count] for target, count in zip(targets, counts, strict=True)]
+    module = native.for_device(device)
+    if device.type == "meta":
+        return targets
+    if module is None or device.type == "cpu":
+        widen(sources, targets)
+    else:
+        addresses = [*map(torch.Tensor.data_ptr, sources)]
+        kind = kind_of(sources[0].dtype, torch.float32)
+        module.gpu.widen_into(kind, addresses, counts, flat.data_ptr(), _ALIGNMENT, device.index, _stream(device))
+    return targets
 
 
 def narrow(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
