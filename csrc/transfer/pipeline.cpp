@@ -84,7 +84,6 @@ struct Pipeline::Resources {
   Stream aside{Priority::kLow};   // copies that never leave the GPU
   Stream back{Priority::kHigh};   // brings masters to the GPU: the wire's other direction
   Stream judge{Priority::kHigh};  // compares them there
-  Stream back{Priority::kHigh};   // brings masters to the GPU, the wire's other direction
   Event begun{true}, pack_done{true}, aside_done{true};
   std::unique_ptr<PinnedBuffer> host;
   DeviceBuffer device;
