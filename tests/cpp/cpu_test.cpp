@@ -1,6 +1,7 @@
 // The CPU half on its own, with no Python and no framework, so that it can run under the sanitizers and, through an
 // emulator, on other processors. Prints "N passed, N failed" and exits 1 if anything failed.
-// With --no-fork it leaves the test of fork out: user-mode emulators cannot start threads in a forked child.
+// With --no-fork it leaves the test of fork out: neither user-mode emulators nor
+// ThreadSanitizer support threads in a forked child.
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
