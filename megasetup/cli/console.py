@@ -25,7 +25,7 @@ def stdout() -> Console:
 
 
 def table(title: str, columns: Sequence[str], *, text_columns: int = 1) -> Table:
-    """An empty table (untitled with ""): the first `text_columns` columns read from the left, the others are numbers."""
+    """An empty table, untitled with ""; the first `text_columns` columns read from the left, the others are numbers."""
     result = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index < text_columns else "right", overflow="fold")

@@ -36,8 +36,7 @@ def build(seed: int) -> Any:
     """The model in BF16 with random weights drawn from `seed`, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config()).to(torch.bfloat16)
-    return model
+        return Qwen3ForCausalLM(config()).to(torch.bfloat16)
 
 
 def save(folder: Path, seed: int) -> None:
