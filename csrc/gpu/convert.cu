@@ -138,8 +138,8 @@ int64_t elements_of(const std::vector<Segment>& segments) {
 template <typename Work>
 void launch(const DeviceSegments& segments, cudaStream_t stream) {
   if (segments.elements() == 0) return;
-  convert_kernel<Work>
-      <<<grid_for(segments.elements()), kThreads, 0, stream>>>(segments.data(), segments.size(), segments.elements());
+  convert_kernel<Work><<<grid_of_tiles(segments.elements()), kThreads, 0, stream>>>(segments.data(), segments.size(),
+                                                                                    segments.elements());
   check(cudaGetLastError(), "launching a conversion");
 }
 
@@ -152,7 +152,7 @@ void launch(const std::vector<Segment>& unordered, cudaStream_t stream) {
   InlineSegments list;
   std::copy(segments.begin(), segments.end(), list.segments);
   convert_inline_kernel<Work>
-      <<<grid_for(elements), kThreads, 0, stream>>>(list, static_cast<int64_t>(segments.size()), elements);
+      <<<grid_of_tiles(elements), kThreads, 0, stream>>>(list, static_cast<int64_t>(segments.size()), elements);
   check(cudaGetLastError(), "launching a conversion");
 }
 
@@ -198,8 +198,8 @@ void clear_results(Comparison* results, int64_t count, cudaStream_t stream) {
 
 void compare(const DeviceSegments& segments, Comparison* results, cudaStream_t stream) {
   if (segments.elements() == 0) return;
-  compare_kernel<<<grid_for(segments.elements()), kThreads, 0, stream>>>(segments.data(), segments.size(),
-                                                                         segments.elements(), results);
+  compare_kernel<<<grid_that_stays(segments.elements()), kThreads, 0, stream>>>(segments.data(), segments.size(),
+                                                                                segments.elements(), results);
   check(cudaGetLastError(), "launching a comparison");
 }
 

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
 template <Kind kKind, bool kStaged>
 void launch(const PackedChunk& chunk, void* slot, cudaStream_t stream) {
   pack_kernel<kKind, kStaged>
-      <<<gpu::grid_for(chunk.elements), kThreads, 0, stream>>>(chunk.pieces, chunk.size, chunk.elements, slot);
+      <<<gpu::grid_of_tiles(chunk.elements), kThreads, 0, stream>>>(chunk.pieces, chunk.size, chunk.elements, slot);
   gpu::check(cudaGetLastError(), "launching the packing of a chunk");
 }
 
@@ -127,8 +127,8 @@ void pack_direct(const PackedChunk& chunk, void* slot, cudaStream_t stream) {
 }
 
 void compare_slot(const PackedChunk& chunk, const void* slot, Comparison* results, cudaStream_t stream) {
-  compare_slot_kernel<<<gpu::grid_for(chunk.elements), kThreads, 0, stream>>>(chunk.pieces, chunk.size, chunk.elements,
-                                                                              static_cast<const char*>(slot), results);
+  compare_slot_kernel<<<gpu::grid_that_stays(chunk.elements), kThreads, 0, stream>>>(
+      chunk.pieces, chunk.size, chunk.elements, static_cast<const char*>(slot), results);
   gpu::check(cudaGetLastError(), "launching the comparison of a chunk");
 }
 

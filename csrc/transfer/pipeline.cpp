@@ -91,6 +91,7 @@ struct Pipeline::Resources {
   gpu::DeviceSegments device_only;                    // rows whose only work is on the GPU
   gpu::DeviceSegments device_copies;                  // every row with a device copy, for comparing
   std::unique_ptr<DeviceBuffer> piece_memory;
+  std::unique_ptr<DeviceBuffer> results;  // of a comparison: device_copies first, then every piece
 };
 
 Pipeline::Pipeline(int device, std::vector<Row> rows, int64_t chunk_elements)
@@ -134,6 +135,9 @@ Pipeline::Pipeline(int device, std::vector<Row> rows, int64_t chunk_elements)
              "sending the list of pieces");
   resources_->device_only = gpu::DeviceSegments(std::move(device_only), resources_->aside);
   resources_->device_copies = gpu::DeviceSegments(std::move(device_copies), resources_->aside);
+  resources_->results = std::make_unique<DeviceBuffer>(
+      (static_cast<size_t>(resources_->device_copies.size()) + pieces_.size()) * sizeof(Comparison),
+      "allocating the results");
   preload_pack_kernels();
   if (!chunks_.empty()) measure_wire();
 }
@@ -445,12 +449,9 @@ bool Pipeline::compare(cudaStream_t stream, const std::function<bool()>& interru
   const gpu::DeviceGuard guard(device_);
   Resources& r = *resources_;
   results.assign(rows_.size(), {});
-  // Device copies first, then the pieces of host copies that are compared on the GPU.
   const auto near_count = static_cast<size_t>(r.device_copies.size());
   std::vector<Comparison> found(near_count + pieces_.size());
-  const size_t bytes = found.size() * sizeof(Comparison);
-  const DeviceBuffer on_device(bytes, "allocating the results");
-  auto* device_results = reinterpret_cast<Comparison*>(on_device.data());
+  auto* device_results = reinterpret_cast<Comparison*>(r.results->data());
   gpu::clear_results(device_results, static_cast<int64_t>(found.size()), r.aside);
   gpu::check(cudaStreamSynchronize(r.aside), "clearing the results");
   begin(stream);
@@ -468,7 +469,8 @@ bool Pipeline::compare(cudaStream_t stream, const std::function<bool()>& interru
     gpu::check(cudaStreamSynchronize(r.judge), "comparing");
     gpu::check(cudaStreamSynchronize(r.aside), "comparing");
   }
-  gpu::check(cudaMemcpy(found.data(), device_results, bytes, cudaMemcpyDeviceToHost), "fetching the results");
+  gpu::check(cudaMemcpy(found.data(), device_results, found.size() * sizeof(Comparison), cudaMemcpyDeviceToHost),
+             "fetching the results");
   size_t next = 0;
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].device_copy != nullptr && rows_[i].count != 0) results[i].device = found[next++];

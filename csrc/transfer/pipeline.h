@@ -47,7 +47,7 @@ struct RowComparison {
 
 class Pipeline {
  public:
-  // Host and GPU staging together stay below 128 MB at the default of 2 Mi elements a chunk.
+  // With 4 Mi elements a chunk the staging takes 64 MiB of pinned host memory and 96 MiB on the GPU.
   Pipeline(int device, std::vector<Row> rows, int64_t chunk_elements);
   ~Pipeline();
 
