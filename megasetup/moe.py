@@ -3,7 +3,8 @@
 A router adds its expert bias to every score and moves it by tiny steps; in BF16 both the steps and the token counts
 that decide them are rounded away. Megatron converts the whole model to BF16 and then casts the bias back, router by
 router, from what BF16 left of it. Here every router is found wherever it sits, values that were FP32 keep all their
-bits, and what has to be recast is recast in one call. Megatron is imported when it is first needed, not with this file.
+bits, and what has to be recast is recast in one call for each device and dtype. Megatron is imported when it is first
+needed, not with this file.
 """
 
 from __future__ import annotations
@@ -85,8 +86,13 @@ def low_precision_buffers(model: nn.Module | Sequence[nn.Module]) -> list[torch.
     return list(found.values())
 
 
+def _widened(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # A buffer whose elements are not side by side is rare, and made so first.
+    return kernels.widened([buffer if buffer.is_contiguous() else buffer.contiguous() for buffer in buffers])
+
+
 def recast_buffers(buffers: Sequence[torch.Tensor]) -> None:
-    """Turn BF16 or FP16 buffers of one device into FP32, exactly: one launch for all of them.
+    """Turn buffers of one device, all BF16 or all FP16, into FP32, exactly: one launch for all of them.
 
     Each tensor object stays what it is and where it is registered; its data is replaced. The new data share one
     allocation, in which each buffer begins on 16 bytes. On the meta device only the dtype changes.
@@ -97,19 +103,19 @@ def recast_buffers(buffers: Sequence[torch.Tensor]) -> None:
 
     Raises:
         TypeError: buffers of several dtypes, or of one that is neither bfloat16 nor float16.
-        ValueError: buffers on several devices, or one that has not one dimension. Nothing has been changed then.
+        ValueError: buffers on several devices, or one that has not one dimension.
+
+    Nothing has been changed when it raises.
     """
-    # A buffer whose elements are not side by side is rare, and made so first.
-    contiguous = [buffer if buffer.is_contiguous() else buffer.contiguous() for buffer in buffers]
-    for buffer, target in zip(buffers, kernels.widened(contiguous), strict=True):
+    for buffer, target in zip(buffers, _widened(buffers), strict=True):
         buffer.data = target
 
 
 def recast_expert_bias(model: nn.Module | Sequence[nn.Module]) -> int:
     """Turn every router's expert_bias, qb_beta, qb_beta_accum and local_tokens_per_expert into FP32.
 
-    BF16 and FP16 buffers are widened, all of one device in one call, and stay the same tensor objects. FP32 buffers are
-    left alone, so that a second call does nothing.
+    BF16 and FP16 buffers are widened, all of one device and dtype in one call, and stay the same tensor objects. FP32
+    buffers are left alone, so that a second call does nothing.
 
     Args:
         model: a module, or a sequence of model chunks.
@@ -119,14 +125,17 @@ def recast_expert_bias(model: nn.Module | Sequence[nn.Module]) -> int:
 
     Raises:
         TypeError: model is neither a module nor a sequence of modules.
-        ValueError: a buffer that has not one dimension.
+        ValueError: a buffer that has not one dimension. Nothing has been changed then.
     """
     buffers = low_precision_buffers(model)
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for buffer in buffers:
         alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-    for of_one_kind in alike.values():
-        recast_buffers(of_one_kind)
+    # All is widened before anything is changed, so that an error in one group leaves the others as they were.
+    widened = [(of_one_kind, _widened(of_one_kind)) for of_one_kind in alike.values()]
+    for of_one_kind, targets in widened:
+        for buffer, target in zip(of_one_kind, targets, strict=True):
+            buffer.data = target
     return len(buffers)
 
 
@@ -158,7 +167,7 @@ def _moe_float16_module() -> type[nn.Module]:
             self.re_enable_float32_expert_bias()
 
         def re_enable_float32_expert_bias(self) -> None:
-            """Recast the expert bias of every router in the wrapped module to FP32, in one call a device."""
+            """Recast the expert bias of every router in the wrapped module to FP32: one call a device and dtype."""
             recast_expert_bias(self.module)
 
     # Its public address, by which pickle and tracebacks name it.

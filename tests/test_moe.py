@@ -32,6 +32,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 EXPERTS = 8
 
+Call = tuple[str, torch.dtype, int]
+
 
 @pytest.fixture(autouse=True)
 def _router_buffers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,16 +41,17 @@ def _router_buffers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def widen_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The device of each call of `kernels.widen`."""
-    calls: list[torch.device] = []
-    widen = kernels.widen
+def widen_calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The device, the dtype and the number of sources of each call of `kernels.widened` that has any."""
+    calls: list[Call] = []
+    widened = kernels.widened
 
-    def counted(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        calls.append(targets[0].device)
-        widen(sources, targets)
+    def counted(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if sources:
+            calls.append((str(sources[0].device), sources[0].dtype, len(sources)))
+        return widened(sources)
 
-    monkeypatch.setattr(kernels, "widen", counted)
+    monkeypatch.setattr(kernels, "widened", counted)
     return calls
 
 
@@ -208,7 +211,7 @@ class TestFindRouters:
 
 
 class TestRecastBuffers:
-    def test_every_bf16_pattern(self, widen_calls: list[torch.device]) -> None:
+    def test_every_bf16_pattern(self, widen_calls: list[Call]) -> None:
         low = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
         buffers = [row.clone() for row in low.view(256, 256)]
         before = list(buffers)
@@ -216,19 +219,20 @@ class TestRecastBuffers:
         bits = torch.stack([buffer.view(torch.int32) for buffer in buffers]).flatten()
         assert torch.equal(bits, low.view(torch.int16).to(torch.int32) << 16)
         assert all(buffer is same for buffer, same in zip(buffers, before, strict=True))
-        assert widen_calls == [torch.device("cpu")]
+        assert widen_calls == [("cpu", torch.bfloat16, 256)]
 
-    @pytest.mark.parametrize("counts", [[256] * 60, [8, 4, 12], [5, 1, 7, 4, 0, 3], [1]])
-    @pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.float16], [torch.bfloat16, torch.float16]])
+    @pytest.mark.parametrize("counts", [[256] * 60, [8, 4, 12], [5, 1, 7, 4, 0, 3], [5, 6, 7], [1], [0, 0], [0]])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_values_alignment_and_independence(
-        self, counts: list[int], dtypes: list[torch.dtype], widen_calls: list[torch.device]
+        self, counts: list[int], dtype: torch.dtype, widen_calls: list[Call]
     ) -> None:
-        buffers = [torch.randn(count).to(dtypes[index % len(dtypes)]) for index, count in enumerate(counts)]
+        buffers = [torch.randn(count).to(dtype) for count in counts]
         expected = [buffer.to(torch.float32) for buffer in buffers]
         moe.recast_buffers(buffers)
-        assert len(widen_calls) == 1
+        assert widen_calls == [("cpu", dtype, len(counts))]
         for buffer, right in zip(buffers, expected, strict=True):
             assert buffer.dtype == torch.float32
+            assert buffer.shape == right.shape
             assert torch.equal(buffer, right)
             assert buffer.numel() == 0 or buffer.data_ptr() % 16 == 0
             assert not buffer._is_view()
@@ -238,45 +242,62 @@ class TestRecastBuffers:
             assert torch.equal(buffer, right)
 
     def test_strided_buffer(self) -> None:
-        buffer = torch.randn(8, 2).bfloat16()[:, 0]
-        expected = buffer.float()
-        moe.recast_buffers([buffer])
-        assert torch.equal(buffer, expected)
+        table = torch.randn(8, 2).bfloat16()
+        buffers = [table[:, 0], torch.randn(5).bfloat16(), table[:, 1]]
+        expected = [buffer.float() for buffer in buffers]
+        moe.recast_buffers(buffers)
+        for buffer, right in zip(buffers, expected, strict=True):
+            assert buffer.dtype == torch.float32
+            assert torch.equal(buffer, right)
 
-    def test_nothing_to_do(self, widen_calls: list[torch.device]) -> None:
+    def test_nothing_to_do(self, widen_calls: list[Call]) -> None:
         moe.recast_buffers([])
         assert widen_calls == []
 
-    def test_meta(self, widen_calls: list[torch.device]) -> None:
+    def test_meta(self, widen_calls: list[Call]) -> None:
         buffer = torch.empty(EXPERTS, dtype=torch.bfloat16, device="meta")
         moe.recast_buffers([buffer])
         assert (buffer.dtype, buffer.shape, buffer.device.type) == (torch.float32, (EXPERTS,), "meta")
-        assert widen_calls == []
+        assert widen_calls == [("meta", torch.bfloat16, 1)]
 
     @pytest.mark.parametrize(
-        ("odd_one", "error"),
+        ("odd_one", "error", "message"),
         [
-            (torch.zeros(EXPERTS, dtype=torch.float64), TypeError),
-            (torch.zeros(EXPERTS, dtype=torch.bfloat16, device="meta"), RuntimeError),
-            (torch.zeros(2, EXPERTS, dtype=torch.bfloat16), RuntimeError),
+            (torch.zeros(EXPERTS, dtype=torch.float64), TypeError, r"'torch\.bfloat16', 'torch\.float64'"),
+            (torch.zeros(EXPERTS, dtype=torch.float32), TypeError, r"'torch\.bfloat16', 'torch\.float32'"),
+            (torch.zeros(EXPERTS, dtype=torch.float16), TypeError, r"'torch\.bfloat16', 'torch\.float16'"),
+            (torch.zeros(EXPERTS, dtype=torch.int64), TypeError, r"'torch\.bfloat16', 'torch\.int64'"),
+            (torch.zeros(EXPERTS, dtype=torch.int16), TypeError, r"'torch\.bfloat16', 'torch\.int16'"),
+            (torch.zeros(EXPERTS, dtype=torch.bfloat16, device="meta"), ValueError, "'cpu', 'meta'.*one device"),
+            (torch.zeros(2, EXPERTS, dtype=torch.bfloat16), ValueError, r"source 1 has shape \(2, 8\)"),
+            (torch.zeros((), dtype=torch.bfloat16), ValueError, r"source 1 has shape \(\)"),
         ],
     )
-    def test_errors_change_nothing(self, odd_one: torch.Tensor, error: type[Exception]) -> None:
-        buffer = torch.ones(EXPERTS, dtype=torch.bfloat16)
-        address, dtype = buffer.data_ptr(), odd_one.dtype
-        with pytest.raises(error):
-            moe.recast_buffers([buffer, odd_one])
-        assert (buffer.dtype, buffer.data_ptr(), odd_one.dtype) == (torch.bfloat16, address, dtype)
+    def test_errors_change_nothing(self, odd_one: torch.Tensor, error: type[Exception], message: str) -> None:
+        buffer, last = torch.ones(EXPERTS, dtype=torch.bfloat16), torch.ones(EXPERTS, dtype=torch.bfloat16)
+        addresses, dtype = (buffer.data_ptr(), last.data_ptr()), odd_one.dtype
+        with pytest.raises(error, match=message):
+            moe.recast_buffers([buffer, odd_one, last])
+        assert (buffer.dtype, last.dtype, odd_one.dtype) == (torch.bfloat16, torch.bfloat16, dtype)
+        assert (buffer.data_ptr(), last.data_ptr()) == addresses
+        assert torch.equal(buffer, torch.ones(EXPERTS, dtype=torch.bfloat16))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+    def test_other_dtypes(self, dtype: torch.dtype) -> None:
+        buffer = torch.zeros(EXPERTS, dtype=dtype)
+        with pytest.raises(TypeError, match=r"must all be torch\.bfloat16, or all torch\.float16"):
+            moe.recast_buffers([buffer])
+        assert buffer.dtype == dtype
 
     def test_two_dimensions(self) -> None:
         buffer = torch.zeros(2, EXPERTS, dtype=torch.bfloat16)
-        with pytest.raises(ValueError, match="2 dimensions"):
+        with pytest.raises(ValueError, match=r"source 0 has shape \(2, 8\).*one dimension"):
             moe.recast_buffers([buffer])
         assert buffer.dtype == torch.bfloat16
 
 
 class TestRecastExpertBias:
-    def test_every_buffer_in_one_call(self, widen_calls: list[torch.device]) -> None:
+    def test_every_buffer_in_one_call(self, widen_calls: list[Call]) -> None:
         model = nn.ModuleList([make_router(), nest("language_model.router", quantile_router()), make_router()])
         fill(*(router for _, router in moe.find_routers(model)))
         model.bfloat16()
@@ -287,7 +308,7 @@ class TestRecastExpertBias:
             if key in moe.BUFFER_NAMES
         }
         assert moe.recast_expert_bias(model) == 6
-        assert widen_calls == [torch.device("cpu")]
+        assert widen_calls == [("cpu", torch.bfloat16, 6)]
         after = {
             (name, key): buffer
             for name, router in moe.find_routers(model)
@@ -313,16 +334,42 @@ class TestRecastExpertBias:
         assert torch.equal(ours.expert_bias, theirs.expert_bias)
         assert ours.expert_bias.dtype == theirs.expert_bias.dtype == torch.float32
 
-    def test_one_call_a_device(self, widen_calls: list[torch.device]) -> None:
-        model = nn.ModuleList([make_router().bfloat16(), make_router().half().to("meta"), make_router().half()])
-        assert moe.recast_expert_bias(model) == 6
-        assert widen_calls == [torch.device("cpu")]
+    def test_one_call_for_each_device_and_dtype(self, widen_calls: list[Call]) -> None:
+        model = nn.ModuleList(
+            [
+                make_router().bfloat16(),
+                make_router().half().to("meta"),
+                make_router().half(),
+                make_router().bfloat16(),
+            ]
+        )
+        for router in (model[0], model[2], model[3]):
+            router.expert_bias.copy_(torch.randn(EXPERTS))
+        expected = {index: model[index].expert_bias.float() for index in (0, 2, 3)}
+        assert moe.recast_expert_bias(model) == 8
+        assert widen_calls == [("cpu", torch.bfloat16, 4), ("meta", torch.float16, 2), ("cpu", torch.float16, 2)]
         assert {router.expert_bias.dtype for router in model} == {torch.float32}
-        assert [router.expert_bias.device.type for router in model] == ["cpu", "meta", "cpu"]
+        assert [router.expert_bias.device.type for router in model] == ["cpu", "meta", "cpu", "cpu"]
+        for index, right in expected.items():
+            assert torch.equal(model[index].expert_bias, right)
 
-    def test_chunks(self, widen_calls: list[torch.device]) -> None:
+    def test_error_changes_no_group(self) -> None:
+        good = OtherRouter(torch.ones(EXPERTS, dtype=torch.bfloat16))
+        bad = OtherRouter(torch.ones(2, EXPERTS, dtype=torch.float16))
+        with pytest.raises(ValueError, match=r"source 0 has shape \(2, 8\)"):
+            moe.recast_expert_bias([good, bad])
+        assert (good.expert_bias.dtype, bad.expert_bias.dtype) == (torch.bfloat16, torch.float16)
+
+    def test_integer_buffers_stay(self, widen_calls: list[Call]) -> None:
+        router = OtherRouter(torch.ones(EXPERTS, dtype=torch.bfloat16))
+        router.register_buffer("local_tokens_per_expert", torch.ones(EXPERTS, dtype=torch.int64))
+        assert moe.recast_expert_bias(router) == 1
+        assert (router.expert_bias.dtype, router.local_tokens_per_expert.dtype) == (torch.float32, torch.int64)
+        assert widen_calls == [("cpu", torch.bfloat16, 1)]
+
+    def test_chunks(self, widen_calls: list[Call]) -> None:
         assert moe.recast_expert_bias([make_router().bfloat16(), make_router().bfloat16()]) == 4
-        assert len(widen_calls) == 1
+        assert widen_calls == [("cpu", torch.bfloat16, 4)]
 
     def test_weights_stay(self) -> None:
         router = make_router().bfloat16()
@@ -332,12 +379,12 @@ class TestRecastExpertBias:
         assert router.weight is weight
         assert router.weight.dtype == torch.bfloat16
 
-    def test_no_expert_bias(self, widen_calls: list[torch.device]) -> None:
+    def test_no_expert_bias(self, widen_calls: list[Call]) -> None:
         model = nn.ModuleList([make_router(moe_router_enable_expert_bias=False).bfloat16(), OtherRouter(None)])
         assert moe.recast_expert_bias(model) == 0
         assert widen_calls == []
 
-    def test_buffer_of_two_routers(self, widen_calls: list[torch.device]) -> None:
+    def test_buffer_of_two_routers(self, widen_calls: list[Call]) -> None:
         bias = torch.randn(EXPERTS).bfloat16()
         first, second = OtherRouter(bias), OtherRouter(bias)
         assert moe.recast_expert_bias([first, second]) == 1
@@ -382,7 +429,7 @@ class TestMoEFloat16Module:
         ],
     )
     def test_float32_keeps_all_its_bits(
-        self, flags: dict[str, object], dtype: torch.dtype, widen_calls: list[torch.device]
+        self, flags: dict[str, object], dtype: torch.dtype, widen_calls: list[Call]
     ) -> None:
         model = nn.ModuleList([make_router(), nest("thinker.router", quantile_router())])
         routers = [router for _, router in moe.find_routers(model)]
@@ -397,14 +444,15 @@ class TestMoEFloat16Module:
         assert {parameter.dtype for parameter in wrapped.parameters()} == {dtype}
         assert routers[1].qb_beta_count.dtype == torch.long
 
-    def test_values_that_were_bf16_are_recast(self, widen_calls: list[torch.device]) -> None:
+    def test_values_that_were_bf16_are_recast(self, widen_calls: list[Call]) -> None:
         model = nn.ModuleList([make_router().bfloat16(), make_router(), make_router().half()])
         kept = fill(model[1])
         model[0].expert_bias.copy_(torch.randn(EXPERTS))
         model[2].expert_bias.fill_(0.5)
         expected = model[0].expert_bias.float()
         moe.MoEFloat16Module(make_config(), model)
-        assert len(widen_calls) == 1
+        # Megatron's conversion has made BF16 of the FP16 router.
+        assert widen_calls == [("cpu", torch.bfloat16, 4)]
         assert torch.equal(model[0].expert_bias, expected)
         assert torch.equal(model[2].expert_bias, torch.full((EXPERTS,), 0.5))
         for buffer, right in kept.items():
@@ -413,12 +461,12 @@ class TestMoEFloat16Module:
             router._buffers[name].dtype for router in model for name in ("expert_bias", "local_tokens_per_expert")
         } == {torch.float32}
 
-    def test_re_enable_after_a_later_cast(self, widen_calls: list[torch.device]) -> None:
+    def test_re_enable_after_a_later_cast(self, widen_calls: list[Call]) -> None:
         wrapped = moe.MoEFloat16Module(make_config(), nn.ModuleList([make_router(), make_router()]))
         wrapped.bfloat16()
         assert wrapped.module[0].expert_bias.dtype == torch.bfloat16
         assert wrapped.re_enable_float32_expert_bias() is None
-        assert len(widen_calls) == 1
+        assert widen_calls == [("cpu", torch.bfloat16, 4)]
         assert {router.expert_bias.dtype for router in wrapped.module} == {torch.float32}
 
     def test_meta_model(self) -> None:
@@ -437,7 +485,7 @@ class TestMoEFloat16Module:
         assert type(ours.value) is type(theirs.value)
         assert {tensor.dtype for tensor in router.state_dict().values()} == {torch.float32}
 
-    def test_real_model(self, gpt_model: GPTModel, widen_calls: list[torch.device]) -> None:
+    def test_real_model(self, gpt_model: GPTModel, widen_calls: list[Call]) -> None:
         routers = [router for _, router in moe.find_routers(gpt_model)]
         values = fill(*routers)
         assert len(values) == 2 * len(GPT_ROUTERS)

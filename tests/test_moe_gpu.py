@@ -20,18 +20,21 @@ pytestmark = pytest.mark.gpu
 
 ROUTERS, EXPERTS = 60, 256
 
+Call = tuple[str, torch.dtype, int]
+
 
 @pytest.fixture
-def widen_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The device of each call of `kernels.widen`."""
-    calls: list[torch.device] = []
-    widen = kernels.widen
+def widen_calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The device, the dtype and the number of sources of each call of `kernels.widened` that has any."""
+    calls: list[Call] = []
+    widened = kernels.widened
 
-    def counted(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        calls.append(targets[0].device)
-        widen(sources, targets)
+    def counted(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if sources:
+            calls.append((str(sources[0].device), sources[0].dtype, len(sources)))
+        return widened(sources)
 
-    monkeypatch.setattr(kernels, "widen", counted)
+    monkeypatch.setattr(kernels, "widened", counted)
     return calls
 
 
@@ -64,14 +67,14 @@ def make_routers(count: int, device: str = "cuda:0") -> nn.ModuleList:
     return routers
 
 
-def test_one_call_recasts_every_router(widen_calls: list[torch.device]) -> None:
+def test_one_call_recasts_every_router(widen_calls: list[Call]) -> None:
     model = make_routers(ROUTERS).bfloat16()
     before = [
         (router, name, router._buffers[name]) for router in model for name in ("expert_bias", "local_tokens_per_expert")
     ]
     expected = [buffer.to(torch.float32) for _, _, buffer in before]
     assert moe.recast_expert_bias(model) == 2 * ROUTERS
-    assert widen_calls == [torch.device("cuda:0")]
+    assert widen_calls == [("cuda:0", torch.bfloat16, 2 * ROUTERS)]
     for (router, name, buffer), right in zip(before, expected, strict=True):
         assert router._buffers[name] is buffer
         assert (buffer.dtype, buffer.device) == (torch.float32, torch.device("cuda:0"))
@@ -82,11 +85,11 @@ def test_one_call_recasts_every_router(widen_calls: list[torch.device]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("experts", [EXPERTS, 250, 1])
-def test_recast_buffers_against_to(dtype: torch.dtype, experts: int, widen_calls: list[torch.device]) -> None:
+def test_recast_buffers_against_to(dtype: torch.dtype, experts: int, widen_calls: list[Call]) -> None:
     buffers = [torch.randn(experts, device="cuda").to(dtype) for _ in range(ROUTERS)]
     expected = [buffer.to(torch.float32) for buffer in buffers]
     moe.recast_buffers(buffers)
-    assert len(widen_calls) == 1
+    assert widen_calls == [("cuda:0", dtype, ROUTERS)]
     for buffer, right in zip(buffers, expected, strict=True):
         assert buffer.data_ptr() % 16 == 0
         assert torch.equal(buffer, right)
@@ -107,7 +110,7 @@ def test_follows_the_current_stream() -> None:
         assert torch.equal(buffer, torch.full((EXPERTS,), index + 1.0, device="cuda"))
 
 
-def test_wrap_keeps_all_bits(widen_calls: list[torch.device]) -> None:
+def test_wrap_keeps_all_bits(widen_calls: list[Call]) -> None:
     model = make_routers(ROUTERS)
     kept = [(router.expert_bias, router.expert_bias.clone()) for router in model]
     counts = [(router.local_tokens_per_expert, router.local_tokens_per_expert.clone()) for router in model]
@@ -121,19 +124,30 @@ def test_wrap_keeps_all_bits(widen_calls: list[torch.device]) -> None:
     assert widen_calls == []
 
 
-def test_gpu_and_cpu_take_a_call_each(widen_calls: list[torch.device]) -> None:
+def test_gpu_and_cpu_take_a_call_each(widen_calls: list[Call]) -> None:
     model = nn.ModuleList([*make_routers(2), *make_routers(2, "cpu")]).bfloat16()
     assert moe.recast_expert_bias(model) == 8
-    assert sorted(map(str, widen_calls)) == ["cpu", "cuda:0"]
+    assert widen_calls == [("cuda:0", torch.bfloat16, 4), ("cpu", torch.bfloat16, 4)]
     assert {router.expert_bias.dtype for router in model} == {torch.float32}
 
 
+def test_bf16_and_fp16_take_a_call_each(widen_calls: list[Call]) -> None:
+    model = nn.ModuleList([make_routers(2).bfloat16(), make_routers(2).half()])
+    routers = [*model[0], *model[1]]
+    expected = [router.expert_bias.float() for router in routers]
+    assert moe.recast_expert_bias(model) == 8
+    assert widen_calls == [("cuda:0", torch.bfloat16, 4), ("cuda:0", torch.float16, 4)]
+    for router, right in zip(routers, expected, strict=True):
+        assert router.expert_bias.dtype == torch.float32
+        assert torch.equal(router.expert_bias, right)
+
+
 @pytest.mark.multigpu
-def test_two_gpus_take_a_call_each(widen_calls: list[torch.device]) -> None:
+def test_two_gpus_take_a_call_each(widen_calls: list[Call]) -> None:
     model = nn.ModuleList([*make_routers(2, "cuda:0"), *make_routers(2, "cuda:1")]).bfloat16()
     expected = [router.expert_bias.float() for router in model]
     assert moe.recast_expert_bias(model) == 8
-    assert sorted(map(str, widen_calls)) == ["cuda:0", "cuda:1"]
+    assert widen_calls == [("cuda:0", torch.bfloat16, 4), ("cuda:1", torch.bfloat16, 4)]
     for router, right in zip(model, expected, strict=True):
         assert torch.equal(router.expert_bias, right)
     assert torch.cuda.current_device() == 0

@@ -91,11 +91,14 @@ def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sources: contiguous tensors of shape [n], n may differ, of bfloat16 or float16 alike, all on one device.
 
     Returns:
-        float32 tensors of the same shapes, views of one allocation in which each starts on 16 bytes.
+        float32 tensors of the same shapes, views of one allocation in which each starts on 16 bytes. On the meta
+        device they have no values either.
 
     Raises:
         TypeError: several dtypes, or one that is not bfloat16 or float16.
         ValueError: several devices, or a tensor that is not contiguous or has not one dimension.
+
+    Nothing has been allocated when it raises.
     """
     if not sources:
         return []
@@ -105,18 +108,25 @@ def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if len(devices) > 1:
         raise ValueError(f"sources on {sorted(map(str, devices))}: one call takes one device")
     if set(map(torch.Tensor.dim, sources)) != {1} or not all(map(torch.Tensor.is_contiguous, sources)):
-        raise ValueError("a source has not the shape [n] with its elements side by side")
+        index, odd = next((i, s) for i, s in enumerate(sources) if s.dim() != 1 or not s.is_contiguous())
+        raise ValueError(
+            f"source {index} has shape {tuple(odd.shape)} and strides {odd.stride()}: "
+            "it must have one dimension, and its elements side by side"
+        )
     counts = [*map(torch.Tensor.numel, sources)]
     places = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
     device = sources[0].device
     flat = torch.empty(sum(places), dtype=torch.float32, device=device)
     # Views made by one call; the unsafe split keeps no record that they are views, and nothing here sees autograd.
-    targets = list(flat.view(len(places), -1).unbind() if len(set(places)) == 1 else flat.unsafe_split(places))
+    if len(set(places)) == 1:
+        targets = list(flat.view(len(places), places[0]).unbind())
+    else:
+        targets = list(flat.unsafe_split_with_sizes(places))
     if places != counts:
         targets = [target[:count] for target, count in zip(targets, counts, strict=True)]
-    module = native.for_device(device)
     if device.type == "meta":
         return targets
+    module = native.for_device(device)
     if module is None or device.type == "cpu":
         widen(sources, targets)
     else:

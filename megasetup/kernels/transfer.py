@@ -162,9 +162,9 @@ class Transfer:
         comparisons = []
         for job in self._jobs:
             near, far = next(results)
-            if job.device_target is not None and job.host_target is not None:
-                if job.device_target.dtype != job.host_target.dtype:
-                    _, far = next(results)
+            near_target, far_target = job.device_target, job.host_target
+            if near_target is not None and far_target is not None and near_target.dtype != far_target.dtype:
+                _, far = next(results)
             comparisons.append(
                 JobComparison(
                     None if job.device_target is None else Comparison(*near),
