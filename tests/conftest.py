@@ -1,11 +1,34 @@
-"""Skips tests whose device is missing, with the reason."""
+"""Skips tests whose device is missing, with the reason, and keeps other packages' import-time warnings out of ours.
+
+Warnings are errors here. Megatron and Transformer Engine warn while they are imported, which no test can help, so they
+are imported quietly before the first module that needs them is collected.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 _NEEDED = {"gpu": 1, "multigpu": 2}
+
+
+@functools.cache
+def _import_quietly(name: str) -> None:
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):
+        warnings.simplefilter("ignore")
+        importlib.import_module(name)
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    if "megatron.core" in module_path.read_text():
+        _import_quietly("megatron.core.optimizer")
+        _import_quietly("megatron.core.models.gpt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

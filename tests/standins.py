@@ -1,4 +1,4 @@
-"""Stand-ins for Megatron's optimizers, for machines without a GPU.
+"""Stand-ins for Megatron's optimizers, for machines without a GPU, and what tests read of optimizers, real or not.
 
 DistributedOptimizer and HybridDeviceOptimizer cannot be constructed without CUDA. These are instances of the real
 classes, made without their constructors, whose private attributes are filled with CPU tensors as the constructors
@@ -8,7 +8,9 @@ tests marked gpu construct the real ones.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain as chain_lists
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,7 +186,7 @@ def chain(*optimizers: Any) -> ChainedOptimizer:
 def copies_of(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
     """Every copy apart from the model's own memory, each tensor once."""
     hybrid = optimizer.optimizer
-    held = [main for group in optimizer.shard_fp32_from_float16_groups for main in group if main is not None]
+    held = [main for main in chain_lists.from_iterable(optimizer.shard_fp32_from_float16_groups) if main is not None]
     if isinstance(hybrid, HybridDeviceOptimizer):
         held += [*hybrid.gpu_params_map_cpu_copy.values(), *hybrid.param_to_fp32_param.values()]
     return list({id(tensor): tensor for tensor in held}.values())
@@ -192,7 +194,8 @@ def copies_of(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
 
 def bits(*tensors: torch.Tensor) -> list[bytes]:
     """Their memory, for comparison before and after."""
-    return [bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()) for tensor in tensors]
+    on_host = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    return [ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in on_host]
 
 
 def held_by(
@@ -203,14 +206,13 @@ def held_by(
     clones = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", {})
     working = getattr(optimizer.optimizer, "param_to_fp32_param", {})
     low = zip(
-        optimizer.model_float16_groups[0],
-        optimizer.shard_float16_groups[0],
-        optimizer.shard_fp32_from_float16_groups[0],
+        chain_lists.from_iterable(optimizer.model_float16_groups),
+        chain_lists.from_iterable(optimizer.shard_float16_groups),
+        chain_lists.from_iterable(optimizer.shard_fp32_from_float16_groups),
         strict=True,
     )
-    native = zip(
-        optimizer.model_fp32_groups[0], optimizer.shard_fp32_groups[0], optimizer.shard_fp32_groups[0], strict=True
-    )
+    shards = list(chain_lists.from_iterable(optimizer.shard_fp32_groups))
+    native = zip(chain_lists.from_iterable(optimizer.model_fp32_groups), shards, shards, strict=True)
     for parameter, shard, main in (*low, *native):
         if isinstance(parameter, Quantised):
             continue
@@ -225,7 +227,7 @@ def assert_exact(optimizer: DistributedOptimizer) -> None:
     """Every copy is the widened weight."""
     for name, weight, levels in held_by(optimizer):
         for level, copy in levels.items():
-            assert torch.equal(copy, weight.to(copy.dtype)), (name, level)
+            assert torch.equal(copy.cpu(), weight.cpu().to(copy.dtype)), (name, level)
 
 
 def train_a_little(optimizer: DistributedOptimizer) -> None:
