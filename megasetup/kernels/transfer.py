@@ -81,7 +81,7 @@ class Transfer:
         RuntimeError: staging memory cannot be had, with the CUDA runtime's reason.
     """
 
-    def __init__(self, jobs: Sequence[CopyJob], device: torch.device, *, chunk_elements: int = 2 * 1024 * 1024) -> None:
+    def __init__(self, jobs: Sequence[CopyJob], device: torch.device, *, chunk_elements: int = 4 * 1024 * 1024) -> None:
         self._jobs = list(jobs)
         self._device = device
         self._pipeline: Any = None
