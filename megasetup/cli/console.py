@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -24,19 +25,22 @@ def stdout() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
-def table(title: str, columns: Sequence[str], *, text_columns: int = 1) -> Table:
-    """An empty table, untitled with ""; the first `text_columns` columns read from the left, the others are numbers."""
-    result = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def title(console: Console, text: str) -> None:
+    """Print what stands above a table (rich's own titles wrap at the table's width)."""
+    console.print(f"[bold]{escape(text)}[/bold]")
+
+
+def table(columns: Sequence[str], *, text_columns: int = 1) -> Table:
+    """An empty table; the first `text_columns` columns read from the left, the others are numbers."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index < text_columns else "right", overflow="fold")
     return result
 
 
-def facts(title: str) -> Table:
+def facts() -> Table:
     """An empty two-column table of names and values, without a header."""
-    result = Table(
-        title=title or None, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
-    )
+    result = Table(box=None, show_header=False, pad_edge=False)
     result.add_column(style="dim", no_wrap=True, min_width=24)
     result.add_column(overflow="fold")
     return result

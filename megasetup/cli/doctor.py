@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megasetup import kernels
 from megasetup.cli import machine
-from megasetup.cli.console import facts, gigabytes
+from megasetup.cli.console import facts, gigabytes, title
 from megasetup.cli.wire import measure_wire
 
 _WIRE_BYTES = 256_000_000
@@ -176,7 +176,7 @@ def advise(found: dict[str, Any]) -> list[str]:
 
 
 def _versions_table(found: dict[str, Any]) -> Any:
-    rows = facts("Versions")
+    rows = facts()
     for name, version in found["versions"].items():
         rows.add_row(name, version or "[dim]not installed[/dim]")
     return rows
@@ -184,7 +184,7 @@ def _versions_table(found: dict[str, Any]) -> Any:
 
 def _kernels_table(found: dict[str, Any]) -> Any:
     status = found["kernels"]
-    rows = facts("Kernels in use")
+    rows = facts()
     rows.add_row("CPU", {"torch": "plain torch"}.get(status["cpu_instruction_set"], status["cpu_instruction_set"]))
     built_for = status["gpu_architectures"]
     rows.add_row("GPU", f"native ({built_for})" if status["gpu"] else f"[yellow]none[/yellow]: {escape(status['why'])}")
@@ -194,7 +194,7 @@ def _kernels_table(found: dict[str, Any]) -> Any:
 
 
 def _gpus_table(found: dict[str, Any]) -> Any:
-    rows = facts("GPUs")
+    rows = facts()
     rows.add_row("driver", found["driver"] or "[dim]none[/dim]")
     if not found["gpus"]:
         rows.add_row("GPUs", "[yellow]none that torch can use[/yellow]")
@@ -222,7 +222,7 @@ def _gpus_table(found: dict[str, Any]) -> Any:
 
 
 def _host_table(found: dict[str, Any]) -> Any:
-    rows, memory = facts("Host"), found["memory"]
+    rows, memory = facts(), found["memory"]
     quota = f", quota {found['processor_quota']:g}" if found["processor_quota"] else ""
     rows.add_row("processor", found["processor"])
     rows.add_row("cores allowed", f"{found['cores']}{quota}; {found['local_ranks']} local ranks")
@@ -238,15 +238,21 @@ def _host_table(found: dict[str, Any]) -> Any:
 
 def show(found: dict[str, Any], advice: list[str], console: Console) -> None:
     """Print the facts, then what to do."""
-    for rows in (_versions_table(found), _kernels_table(found), _gpus_table(found), _host_table(found)):
-        console.print(rows)
+    sections = {
+        "Versions": _versions_table,
+        "Kernels in use": _kernels_table,
+        "GPUs": _gpus_table,
+        "Host": _host_table,
+    }
+    for name, rows_of in sections.items():
+        title(console, name)
+        console.print(rows_of(found))
         console.print()
     if not advice:
         console.print("[bold green]Nothing is missing.[/bold green]")
         return
-    rows = Table(
-        title="What to do", title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
-    )
+    title(console, "What to do")
+    rows = Table(box=None, show_header=False, pad_edge=False)
     rows.add_column(justify="right")
     rows.add_column()
     for number, line in enumerate(advice, start=1):

@@ -7,30 +7,23 @@ from typing import Any
 
 from rich.console import Console
 
-from megasetup.cli.console import amount, bandwidth, duration, facts, gigabytes, percent, rate, table, times
+from megasetup.cli.console import amount, bandwidth, duration, facts, gigabytes, percent, rate, table, times, title
 
 
 def show_sync(data: dict[str, Any], console: Console) -> None:
     """Tables of `bench sync`."""
-    rows = table(
-        "Refreshing every FP32 copy",
-        ("shapes", "mode", "way", "time", "G elements/s", "faster", "of the BF16 wire", "copies"),
-        text_columns=3,
-    )
     for result in data["results"]:
-        label = f"{result['shapes']} ({result['tensors']:,} tensors, {amount(result['parameters'])})"
+        label = f"{result['shapes']}, {result['mode']}"
+        title(console, f"{label}: {result['tensors']:,} tensors, {amount(result['parameters'])} elements")
+        rows = table(("way", "time", "G elements/s", "faster", "of the BF16 wire", "copies"))
         way = result["per_tensor"]
         if way is not None:
-            rate_text = rate(way["elements_per_second"])
             right = _verdict(result["wrong"].get("per-tensor", []))
             rows.add_row(
-                label, result["mode"], "per tensor", duration(way["median_seconds"]), rate_text, "1", "-", right
+                "per tensor", duration(way["median_seconds"]), rate(way["elements_per_second"]), "1", "-", right
             )
-            label = ""
         for way in result["plan"]:
             rows.add_row(
-                label,
-                "" if not label else result["mode"],
                 f"megasetup, {_threads(way['threads'])}",
                 duration(way["median_seconds"]),
                 rate(way["elements_per_second"]),
@@ -38,14 +31,12 @@ def show_sync(data: dict[str, Any], console: Console) -> None:
                 percent(way["share_of_bf16_limit"]),
                 _verdict(result["wrong"][f"plan, {way['threads']} threads"]),
             )
-            label = ""
-        rows.add_section()
-    console.print(rows)
-    for result in data["results"]:
+        console.print(rows)
         _show_details(result, console)
     wire = data["limits"]["wire"]
     if wire is not None:
-        limits = facts("Limits, measured in this run")
+        title(console, "Limits, measured in this run")
+        limits = facts()
         limits.add_row("wire to the host", bandwidth(wire["device_to_host_bytes_per_second"]))
         limits.add_row("wire to the GPU", bandwidth(wire["host_to_device_bytes_per_second"]))
         bf16 = data["limits"]["bf16_limit_elements_per_second"]
@@ -56,7 +47,7 @@ def show_sync(data: dict[str, Any], console: Console) -> None:
 
 
 def _show_details(result: dict[str, Any], console: Console) -> None:
-    rows = facts(f"{result['shapes']}, {result['mode']}")
+    rows = facts()
     if result["per_tensor"] is not None:
         spent = result["per_tensor"]["seconds_by_level"]
         parts = [f"level {level} {duration(sorted(taken)[len(taken) // 2])}" for level, taken in spent.items()]
@@ -103,10 +94,9 @@ def _verdict(wrong: Sequence[str]) -> str:
 
 def show_ranks(data: dict[str, Any], console: Console) -> None:
     """The table of `bench sync --ranks`."""
-    rows = table(
-        f"{data['shapes']}, {data['mode']}: {len(data['ranks'])} ranks, {amount(data['parameters_per_rank'])} each",
-        ("rank", "alone, G elements/s", "together, G elements/s", "CPU threads", "copies"),
-    )
+    label = f"{data['shapes']}, {data['mode']}"
+    title(console, f"{label}: {len(data['ranks'])} ranks, {amount(data['parameters_per_rank'])} elements each")
+    rows = table(("rank", "alone, G elements/s", "together, G elements/s", "CPU threads", "copies"))
     for answer in data["ranks"]:
         rows.add_row(
             f"{answer['rank']} ({answer['device']})",
@@ -123,10 +113,10 @@ def show_ranks(data: dict[str, Any], console: Console) -> None:
 
 def show_expert_bias(data: dict[str, Any], console: Console) -> None:
     """The table of `bench expert-bias`."""
-    rows = table(
-        f"Recasting {data['routers']} buffers of {data['experts']} BF16 elements to FP32 on {data['device']}",
-        ("way", "time", "faster", "values"),
+    title(
+        console, f"Recasting {data['routers']} buffers of {data['experts']} BF16 elements to FP32 on {data['device']}"
     )
+    rows = table(("way", "time", "faster", "values"))
     one, ours = data["one_to_each"], data["recast_buffers"]
     rows.add_row("one .to(float32) each", duration(one["median_seconds"]), "1", "")
     verdict = "exact" if data["verified"] else "[red]wrong[/red]"
@@ -136,10 +126,8 @@ def show_expert_bias(data: dict[str, Any], console: Console) -> None:
 
 def show_host(data: dict[str, Any], console: Console) -> None:
     """The tables of `bench host`."""
-    rows = table(
-        f"CPU kernels on {data['elements'] / 1e6:.0f} M elements, {data['instruction_set']}",
-        ("function", "threads", "megasetup, G elements/s", "torch, G elements/s", "faster"),
-    )
+    title(console, f"CPU kernels on {amount(data['elements'])} elements, {data['instruction_set']}")
+    rows = table(("function", "threads", "megasetup, G elements/s", "torch, G elements/s", "faster"))
     for result in data["results"]:
         rows.add_row(
             result["function"],
@@ -155,7 +143,8 @@ def show_host(data: dict[str, Any], console: Console) -> None:
     if pinning is None:
         console.print("Pinning was not timed: no GPU is usable here.")
         return
-    rows = table(f"Pinning {gigabytes(pinning['bytes'])}", ("way", "time", "faster"))
+    title(console, f"Pinning {gigabytes(pinning['bytes'])}")
+    rows = table(("way", "time", "faster"))
     rows.add_row("torch's allocator", duration(pinning["torch_seconds"]), "1")
     arena = pinning["touch_seconds"] + pinning["register_seconds"]
     rows.add_row("huge pages, touched and registered", duration(arena), times(pinning["times_faster"]))

@@ -45,7 +45,7 @@ def run(console: Console, out: Path, device: torch.device) -> None:
 def _on_cpu(console: Console, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     held = shards.hold(weights, _RANK, _RANKS)
     console.print(f"\n[bold]2. What data-parallel rank {_RANK} of {_RANKS} holds of it[/bold]")
-    console.print(_shards_table(weights, held))
+    _show_shards(console, weights, held)
     console.print("No GPU is usable here, so the copies are CPU tensors; on a GPU this uses Megatron's own optimizers.")
     plan = SyncPlan.from_copies(held)
     story = Story(console, plan, lambda: shards.repair_stale(plan), torch.device("cpu"), first_step=3)
@@ -77,15 +77,13 @@ def _on_gpu(console: Console, folder: Path, device: torch.device) -> dict[str, A
     return story.found
 
 
-def _shards_table(weights: dict[str, torch.Tensor], held: list[WeightCopies]) -> Any:
+def _show_shards(console: Console, weights: dict[str, torch.Tensor], held: list[WeightCopies]) -> None:
     parts = [entry for entry in held if entry.source.numel() < weights[entry.name].numel()]
     others = [entry for entry in held if entry.source.numel() == weights[entry.name].numel()]
-    rows = table(
-        f"{len(others)} weights whole, {len(parts)} in part, {len(weights) - len(held)} not at all",
-        ("weight", "elements held", "of", "from"),
-    )
+    rows = table(("weight", "elements held", "of", "from"))
     for entry in [*parts, *others][:_LISTED]:
         count = weights[entry.name].numel()
         rows.add_row(entry.name, f"{entry.source.numel():,}", f"{count:,}", f"{entry.offset:,}")
     rows.add_row("...", "", "", "")
-    return rows
+    console.print(f"{len(others)} weights whole, {len(parts)} in part, {len(weights) - len(held)} not at all:")
+    console.print(rows)

@@ -124,7 +124,7 @@ class Story:
         self._title("What is stale is repaired; what is merely more precise keeps its bits (ensure_master_weights)")
         repairs = self._mend()
         self.found["repairs"] = [repair._asdict() for repair in repairs]
-        rows = table("", ("rewritten", "level", "was", "from"), text_columns=4)
+        rows = table(("rewritten", "level", "was", "from"), text_columns=4)
         for repair in repairs:
             rows.add_row(repair.name, str(repair.level), repair.was, repair.source)
         self._console.print(rows)
@@ -141,7 +141,7 @@ class Story:
             today.append(sum(per_tensor.refresh(self._plan.copies, self._device).values()))
             ours.append(seconds_of(self._plan.run, self._device)[0])
         one, other = statistics.median(today), statistics.median(ours)
-        rows = table("", ("way", "time", "G elements/s", "faster"))
+        rows = table(("way", "time", "G elements/s", "faster"))
         rows.add_row("per tensor", duration(one), f"{elements / one / 1e9:.2f}", "1")
         rows.add_row("megasetup", duration(other), f"{elements / other / 1e9:.2f}", times(one / other))
         self._console.print(rows)
@@ -152,7 +152,7 @@ class Story:
 
 
 def _audit_table(report: AuditReport) -> Any:
-    rows = table("", ("audit", "exact", "consistent", "stale", "time"))
+    rows = table(("audit", "exact", "consistent", "stale", "time"))
     for index, (level, states) in enumerate(report.counts().items()):
         stale = f"[red]{states['stale']:,}[/red]" if states["stale"] else "0"
         spent = duration(report.seconds) if index == 0 else ""
@@ -161,7 +161,7 @@ def _audit_table(report: AuditReport) -> Any:
 
 
 def _list_table(report: AuditReport) -> Any:
-    rows = table("", ("copy", "level", "state", "differ", "of", "first at"), text_columns=3)
+    rows = table(("copy", "level", "state", "differ", "of", "first at"), text_columns=3)
     others = [copy for copy in report.copies if copy.state == "consistent"]
     for copy in _first(report.stale, others):
         # A consistent copy differs in bits but not in value as BF16 sees it.
@@ -177,7 +177,7 @@ def _first(*groups: Sequence[Any]) -> list[Any]:
 
 
 def _sync_table(report: SyncReport) -> Any:
-    rows = table("", ("sync", "copies", "elements", "written", "time", "bandwidth", "of the wire"))
+    rows = table(("sync", "copies", "elements", "written", "time", "bandwidth", "of the wire"))
     for level in report.levels:
         rows.add_row(
             f"level {level.level}",
