@@ -103,10 +103,12 @@ def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not sources:
         return []
     # `map` over the list, once for each property: three times as quick as a loop that asks each tensor for all of them.
-    dtypes, devices = set(map(attrgetter("dtype"), sources)), set(map(torch.Tensor.get_device, sources))
+    dtypes, indices = set(map(attrgetter("dtype"), sources)), set(map(torch.Tensor.get_device, sources))
     if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
         raise TypeError(f"sources of {sorted(map(str, dtypes))}: they must all be torch.bfloat16, or all torch.float16")
-    if len(devices) > 1:
+    device = sources[0].device
+    # The index tells GPUs apart; the device itself, which costs more to compare, the CPU from what else has no index.
+    if len(indices) > 1 or (device.type != "cuda" and any(source.device != device for source in sources)):
         names = sorted({str(source.device) for source in sources})
         raise ValueError(f"sources on {names}: one call takes one device")
     sizes = [*map(torch.Tensor.size, sources)]
@@ -118,11 +120,9 @@ def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         )
     counts = [size[0] for size in sizes]
     places = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
-    device = sources[0].device
     flat = torch.empty(sum(places), dtype=torch.float32, device=device)
     # Views made by one call; the unsafe split keeps no record that they are views, and nothing here sees autograd.
-    if len(set(places)) == 1:
-        targets: Sequence[torch.Tensor] = flat.unsafe_split_with_sizes(places)
+    targets: Sequence[torch.Tensor] = flat.unsafe_split_with_sizes(places)
     if places != counts:
         targets = [target[:count] for target, count in zip(targets, counts, strict=True)]
     if device.type == "meta":
