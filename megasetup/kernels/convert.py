@@ -20,7 +20,8 @@ from megasetup.kernels.rows import check_pair, kind_of
 class Comparison(NamedTuple):
     """How a master differs from its weight.
 
-    A NaN on both sides counts as equal, whatever its payload; zeros of different sign differ.
+    A NaN on both sides counts as equal, whatever its payload (but a copy in a 16-bit weight's own dtype is compared by
+    its bits alone); zeros of different sign differ.
 
     Attributes:
         exact_differences: elements where the master is not the widened weight, bit for bit.
