@@ -13,7 +13,7 @@ the 16-bit shard itself; level 3 is its working copy, and for an offloaded weigh
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -362,15 +362,15 @@ class _Reader:
         if hybrid is None:
             return lambda parameter: ()
         self._anchor(hybrid, "gpu_params_map_cpu_copy", "param_to_fp32_param")
-        clones, working_copies = hybrid.gpu_params_map_cpu_copy, hybrid.param_to_fp32_param
+        # By id, since hashing a tensor costs a call into Python.
+        clones = {id(held): clone for held, clone in hybrid.gpu_params_map_cpu_copy.items()}
+        working_copies = {id(held): copy for held, copy in hybrid.param_to_fp32_param.items()}
 
-        def copies_of(parameter: torch.Tensor) -> Iterator[tuple[Level, torch.Tensor]]:
-            clone = clones.get(parameter)
-            if clone is not None:
-                yield 2, clone
-            working_copy = working_copies.get(parameter)
-            if working_copy is not None:
-                yield 3, working_copy
+        def copies_of(parameter: torch.Tensor) -> tuple[tuple[Level, torch.Tensor], ...]:
+            clone, working_copy = clones.get(id(parameter)), working_copies.get(id(parameter))
+            if working_copy is None:
+                return () if clone is None else ((2, clone),)
+            return ((3, working_copy),) if clone is None else ((2, clone), (3, working_copy))
 
         return copies_of
 
@@ -418,7 +418,7 @@ class _Reader:
         label: object,
         parameter: torch.Tensor,
         source: torch.Tensor,
-        levels: Iterable[tuple[Level, torch.Tensor]],
+        levels: tuple[tuple[Level, torch.Tensor], ...],
         offset: int = 0,
         adrift: bool = False,
     ) -> None:
@@ -427,11 +427,11 @@ class _Reader:
             if adrift
             else ""
         )
-        self.layout.copies.append(WeightCopies(label, source, tuple(levels), offset, False, note))
+        self.layout.copies.append(WeightCopies(label, source, levels, offset, False, note))
         self.layout.parameters.append(parameter)
 
     def _add_quantised(self, label: object, main: torch.Tensor | None, copies_of: Any) -> None:
         self.layout.quantised.append(label)
-        levels = () if main is None else tuple(copies_of(main))
+        levels = () if main is None else copies_of(main)
         if main is not None and levels:
             self.layout.copies.append(WeightCopies(label, main.detach().view(-1), levels, 0, True))

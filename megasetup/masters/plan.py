@@ -111,6 +111,7 @@ class _Jobs:
         home, written, by_level = self.home, self.written, self.by_level
         good: set[tuple[int, torch.dtype, torch.dtype, int, int]] = set()
         at = len(copies)
+        # The columns go on with the copies, which `at` counts through.
         for weight, (entry, source_address, count, source_dtype, source_device) in enumerate(
             zip(copies, addresses, elements, dtypes, devices, strict=False)
         ):

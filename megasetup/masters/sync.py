@@ -51,7 +51,7 @@ class Repair(NamedTuple):
         name: the weight's name.
         level: the copy that was rewritten, whole.
         source: what it was rewritten from: "model", or "level 1" and so on when that copy held more than the model.
-        elements: elements that changed or may have: those of the shard.
+        elements: elements of the copy, all of which were written.
         was: the copy's state before, "stale" or "exact".
     """
 

@@ -86,6 +86,7 @@ def test_no_memory() -> None:
     )
     assert any(p.startswith("a: 8 elements on meta without memory") for p in problems)
     assert any(p.startswith("b, level 1: 8 elements on meta without memory") for p in problems)
+    assert any(p.startswith("b, level 1: it is on meta, its weight on cpu: level 1 lies where") for p in problems)
     freed = fp32(8)
     freed.untyped_storage().resize_(0)
     (problem,) = refused(WeightCopies("a", weight, ((2, freed),)))
