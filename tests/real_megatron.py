@@ -85,23 +85,26 @@ def build(
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     chunk = DistributedDataParallel(config, settings, Small(config, dtype, fp32_router=fp32_router))
     offload = {} if fraction is None else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-3,
-            weight_decay=0.01,
-            bf16=dtype == torch.bfloat16,
-            fp16=dtype == torch.float16,
-            loss_scale=1.0 if dtype == torch.float16 else None,
-            params_dtype=dtype,
-            use_distributed_optimizer=True,
-            use_precision_aware_optimizer=precision_aware,
-            overlap_cpu_optimizer_d2h_h2d=overlap,
-            **offload,
-        ),
-        [chunk],
-        use_gloo_process_groups=False,
-    )
+    # Without gradients: Megatron makes the shard of an FP32 parameter a view of it, and torch takes no such view of a
+    # tensor that has gradients into an optimizer ("can't optimize a non-leaf Tensor").
+    with torch.no_grad():
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-3,
+                weight_decay=0.01,
+                bf16=dtype == torch.bfloat16,
+                fp16=dtype == torch.float16,
+                loss_scale=1.0 if dtype == torch.float16 else None,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+                use_precision_aware_optimizer=precision_aware,
+                overlap_cpu_optimizer_d2h_h2d=overlap,
+                **offload,
+            ),
+            [chunk],
+            use_gloo_process_groups=False,
+        )
     return chunk, optimizer
 
 

@@ -73,5 +73,6 @@ def test_demo_on_real_optimizers(tmp_path):
     command.run(console, tmp_path, torch.device("cuda", 0))
     data = json.loads((tmp_path / "demo.json").read_text())
     assert f"The audit names it: {data['broken']['name']}." in console.export_text()
-    assert data["audit_after_load"]["counts"]["1"]["stale"] == 0  # Megatron's own reload reaches level 1
+    # Megatron's own reload reaches neither level of an offloaded weight.
+    assert data["audit_after_load"]["counts"]["1"]["stale"] > 0
     assert data["audit_after_load"]["counts"]["2"]["stale"] > 0

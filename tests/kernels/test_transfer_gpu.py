@@ -96,7 +96,8 @@ def test_a_large_weight_when_the_cpu_is_behind(pinned: bool) -> None:
     stats = Transfer(jobs, DEVICE).run()
     check_written(jobs)
     assert stats.staged_elements + stats.direct_elements == count
-    assert stats.staged_wire_bytes == 2 * stats.staged_elements
+    # A piece takes whole 16 bytes of its slot.
+    assert 0 <= stats.staged_wire_bytes - 2 * stats.staged_elements < 16
     assert stats.direct_wire_bytes == 4 * stats.direct_elements
     if not pinned:
         assert stats.direct_elements == 0
