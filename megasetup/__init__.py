@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-import torch as _torch  # noqa: F401  (the one heavy import that every user of this package already has)
+import torch as _torch  # (the one heavy import that every user of this package already has)
 
 __version__ = "0.1.0"
 

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <deque>
 #include <numeric>
@@ -77,12 +78,18 @@ struct Pipeline::Resources {
   char* host_slot(int index) const { return host->data() + index * host_slot_bytes; }
   char* device_slot(int index) const { return device.data() + index * device_slot_bytes; }
 
+  std::array<const Stream*, 7> streams() const {
+    return {&pack, &wires[0], &wires[1], &aside, &backs[0], &backs[1], &judge};
+  }
+
   const int64_t host_slot_bytes;
   const int64_t device_slot_bytes;
-  Stream pack{Priority::kHigh};   // fills device slots
-  Stream wire{Priority::kHigh};   // empties them
-  Stream aside{Priority::kLow};   // copies that never leave the GPU
-  Stream back{Priority::kHigh};   // brings masters to the GPU: the wire's other direction
+  Stream pack{Priority::kHigh};  // fills device slots
+  // Empty them, in turn: while one ends a copy and begins the next, the other's copy keeps the wire busy.
+  std::array<Stream, 2> wires{Stream(Priority::kHigh), Stream(Priority::kHigh)};
+  Stream aside{Priority::kLow};  // copies that never leave the GPU
+  // Bring masters to the GPU, likewise: the wire's other direction.
+  std::array<Stream, 2> backs{Stream(Priority::kHigh), Stream(Priority::kHigh)};
   Stream judge{Priority::kHigh};  // compares them there
   Event begun{true}, pack_done{true}, aside_done{true};
   std::unique_ptr<PinnedBuffer> host;
@@ -180,19 +187,19 @@ void Pipeline::measure_wire() {
   const auto bytes = static_cast<size_t>(std::min(kHostSlots * r.host_slot_bytes, kDeviceSlots * r.device_slot_bytes));
   constexpr int kPasses = 4;
   for (int pass = -1; pass < kPasses; ++pass) {  // the first wakes the link up
-    if (pass == 0) gpu::check(cudaEventRecord(start, r.wire), "timing the wire");
-    gpu::check(cudaMemcpyAsync(r.host_slot(0), r.device_slot(0), bytes, cudaMemcpyDeviceToHost, r.wire),
+    if (pass == 0) gpu::check(cudaEventRecord(start, r.wires[0]), "timing the wire");
+    gpu::check(cudaMemcpyAsync(r.host_slot(0), r.device_slot(0), bytes, cudaMemcpyDeviceToHost, r.wires[0]),
                "timing the wire");
   }
-  gpu::check(cudaEventRecord(end, r.wire), "timing the wire");
-  gpu::check(cudaStreamSynchronize(r.wire), "timing the wire");
+  gpu::check(cudaEventRecord(end, r.wires[0]), "timing the wire");
+  gpu::check(cudaStreamSynchronize(r.wires[0]), "timing the wire");
   wire_bandwidth_ = kPasses * static_cast<double>(bytes) / seconds_between(start, end);
 }
 
 void Pipeline::begin(cudaStream_t stream) {
   const Resources& r = *resources_;
   gpu::check(cudaEventRecord(r.begun, stream), "starting");
-  for (const Stream* each : {&r.pack, &r.wire, &r.aside, &r.back, &r.judge}) {
+  for (const Stream* each : r.streams()) {
     gpu::check(cudaStreamWaitEvent(*each, r.begun, 0), "starting");
   }
 }
@@ -222,7 +229,7 @@ class Pipeline::Flight {
     for (const Widening& widening : widenings_) {
       while (!widening.batch->done()) sched_yield();
     }
-    for (const Stream* each : {&r_.pack, &r_.wire, &r_.aside, &r_.back, &r_.judge}) (void)cudaStreamSynchronize(*each);
+    for (const Stream* each : r_.streams()) (void)cudaStreamSynchronize(*each);
   }
   Flight(const Flight&) = delete;
   Flight& operator=(const Flight&) = delete;
@@ -315,16 +322,17 @@ class Pipeline::Flight {
     const int slot = free_return_.front();
     free_return_.pop_front();
     const int64_t size = copy_bytes(chunk.kind);
+    const Stream& back = next_of(r_.backs);
     for (size_t i = 0; i < chunk.pieces; ++i) {
       const Piece& piece = pipeline_.pieces_[chunk.first_piece + i];
       const Row& row = pipeline_.rows_[static_cast<size_t>(piece.row)];
       gpu::check(cudaMemcpyAsync(r_.device_slot(slot) + piece.place * size,
                                  static_cast<const char*>(row.host_copy) + piece.offset * size,
-                                 static_cast<size_t>(piece.count * size), cudaMemcpyHostToDevice, r_.back),
+                                 static_cast<size_t>(piece.count * size), cudaMemcpyHostToDevice, back),
                  "bringing a chunk back");
     }
     const Event& arrived = *r_.packed[static_cast<size_t>(slot)];
-    gpu::check(cudaEventRecord(arrived, r_.back), "ordering a chunk");
+    gpu::check(cudaEventRecord(arrived, back), "ordering a chunk");
     gpu::check(cudaStreamWaitEvent(r_.judge, arrived, 0), "ordering a chunk");
     compare_slot(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), judged_ + chunk.first_piece, r_.judge);
     gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], r_.judge), "comparing a chunk");
@@ -340,23 +348,26 @@ class Pipeline::Flight {
 
   const gpu::Segment* device_pieces() const { return reinterpret_cast<const gpu::Segment*>(r_.piece_memory->data()); }
 
-  void wait_for_packing(int slot) {
+  void wait_for_packing(int slot, const Stream& wire) {
     const Event& event = *r_.packed[static_cast<size_t>(slot)];
     gpu::check(cudaEventRecord(event, r_.pack), "ordering a chunk");
-    gpu::check(cudaStreamWaitEvent(r_.wire, event, 0), "ordering a chunk");
+    gpu::check(cudaStreamWaitEvent(wire, event, 0), "ordering a chunk");
   }
+
+  const Stream& next_of(const std::array<Stream, 2>& pair) { return pair[turn_++ % 2]; }
 
   void send_staged(const Chunk& chunk, Stats& stats) {
     const int slot = take_device_slot();
     const int host_slot = free_host_.front();
     free_host_.pop_front();
+    const Stream& wire = next_of(r_.wires);
     pack_staged(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), r_.pack);
-    wait_for_packing(slot);
+    wait_for_packing(slot, wire);
     const int64_t bytes = chunk.extent * weight_bytes(chunk.kind);
     gpu::check(cudaMemcpyAsync(r_.host_slot(host_slot), r_.device_slot(slot), static_cast<size_t>(bytes),
-                               cudaMemcpyDeviceToHost, r_.wire),
+                               cudaMemcpyDeviceToHost, wire),
                "sending a chunk");
-    gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], r_.wire), "sending a chunk");
+    gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], wire), "sending a chunk");
     moving_.push_back({&chunk, slot, host_slot});
     stats.staged_elements += chunk.elements;
     stats.staged_wire_bytes += bytes;
@@ -364,9 +375,10 @@ class Pipeline::Flight {
 
   void send_direct(const Chunk& chunk, Stats& stats) {
     const int slot = take_device_slot();
+    const Stream& wire = next_of(r_.wires);
     if (widens(chunk.kind)) {
       pack_direct(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), r_.pack);
-      wait_for_packing(slot);
+      wait_for_packing(slot, wire);
     }
     for (size_t i = 0; i < chunk.pieces; ++i) {
       const Piece& piece = pipeline_.pieces_[chunk.first_piece + i];
@@ -378,10 +390,10 @@ class Pipeline::Flight {
                                             : r_.device_slot(slot) + piece.place * size;
       }
       gpu::check(cudaMemcpyAsync(static_cast<char*>(row.host_copy) + piece.offset * size, source,
-                                 static_cast<size_t>(piece.count * size), cudaMemcpyDeviceToHost, r_.wire),
+                                 static_cast<size_t>(piece.count * size), cudaMemcpyDeviceToHost, wire),
                  "sending a chunk");
     }
-    gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], r_.wire), "sending a chunk");
+    gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], wire), "sending a chunk");
     moving_.push_back({&chunk, slot, -1});
     stats.direct_elements += chunk.elements;
     stats.direct_wire_bytes += chunk.elements * copy_bytes(chunk.kind);
@@ -413,6 +425,7 @@ class Pipeline::Flight {
   const Arrive arrive_;
   const cpu::Pool::KeepAwake awake_{cpu::Pool::instance()};
   std::deque<int> free_host_, free_device_, free_return_;
+  size_t turn_ = 0;
   std::deque<Moving> moving_;
   std::deque<int> returning_;  // slots, in the order they were sent for
   std::vector<Widening> widenings_;

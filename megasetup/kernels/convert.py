@@ -112,14 +112,13 @@ def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if len(indices) > 1 or (device.type != "cuda" and any(source.device != device for source in sources)):
         names = sorted({str(source.device) for source in sources})
         raise ValueError(f"sources on {names}: one call takes one device")
-    sizes = [*map(torch.Tensor.size, sources)]
-    if set(map(len, sizes)) != {1} or not all(map(torch.Tensor.is_contiguous, sources)):
+    if set(map(torch.Tensor.dim, sources)) != {1} or not all(map(torch.Tensor.is_contiguous, sources)):
         index, odd = next((i, s) for i, s in enumerate(sources) if s.dim() != 1 or not s.is_contiguous())
         raise ValueError(
             f"source {index} has shape {tuple(odd.shape)} and strides {odd.stride()}: "
             "it must have one dimension, and its elements side by side"
         )
-    counts = [size[0] for size in sizes]
+    counts = [*map(torch.Tensor.numel, sources)]
     places = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
     flat = torch.empty(sum(places), dtype=torch.float32, device=device)
     # Views made by one call; the unsafe split keeps no record that they are views, and nothing here sees autograd.
