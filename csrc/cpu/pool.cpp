@@ -84,8 +84,10 @@ int Pool::default_threads() {
 }
 
 int Pool::num_threads() {
+  // Asked of the system once: this is called for every chunk.
+  static const int by_default = default_threads();
   const int wanted = wanted_threads().load();
-  return wanted > 0 ? wanted : default_threads();
+  return wanted > 0 ? wanted : by_default;
 }
 
 void Pool::set_num_threads(int threads) {
@@ -133,6 +135,17 @@ void Pool::start_missing() {
   }
 }
 
+// The lock is held for less than a microsecond, and a thread that sleeps on it takes fifty to come back: so the threads
+// of a pipeline ask again instead. Sleeping would make a queue of them for every chunk.
+std::unique_lock<std::mutex> Pool::lock_without_sleeping() {
+  std::unique_lock lock(mutex_, std::defer_lock);
+  for (int spins = 1; !lock.try_lock(); ++spins) {
+    if (spins % kSpinsBeforeYield == 0) sched_yield();
+    pause_core();
+  }
+  return lock;
+}
+
 Pool::Workers Pool::take_surplus(int keep) {
   Workers surplus;
   while (workers_.size() > static_cast<size_t>(keep)) {
@@ -159,7 +172,7 @@ void Pool::shutdown() {
 
 void Pool::submit(const std::shared_ptr<Batch>& batch) {
   {
-    const std::lock_guard lock(mutex_);
+    const auto lock = lock_without_sleeping();
     start_missing();
     queue_.push_back(batch);
     submissions_.fetch_add(1, std::memory_order_release);
@@ -190,14 +203,14 @@ void Pool::cancel(Batch& batch) {
 }
 
 void Pool::work(const Worker& self) {
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock = lock_without_sleeping();
   while (!self.leaving) {
     while (!queue_.empty() && queue_.front()->exhausted()) queue_.pop_front();
     if (!queue_.empty()) {
       const std::shared_ptr<Batch> batch = queue_.front();
       lock.unlock();
       const bool last = batch->work();
-      lock.lock();
+      lock = lock_without_sleeping();
       if (last) finished_.notify_all();
       continue;
     }
@@ -208,7 +221,7 @@ void Pool::work(const Worker& self) {
         if (++spins % kSpinsBeforeYield == 0) sched_yield();
         pause_core();
       }
-      lock.lock();
+      lock = lock_without_sleeping();
       continue;
     }
     wake_.wait(lock);

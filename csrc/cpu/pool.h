@@ -77,6 +77,7 @@ class Pool {
   using Workers = std::vector<std::unique_ptr<Worker>>;
 
   void work(const Worker& self);
+  std::unique_lock<std::mutex> lock_without_sleeping();
   // Wakes and joins workers that have been told to leave; called without mutex_.
   void dismiss(Workers surplus);
   // These are called with mutex_ held.

@@ -14,6 +14,7 @@ using gpu::Segment;
 template <Kind kKind, bool kStaged>
 struct PackWork {
   void* slot;
+  bool write_copies;
 
   __device__ void operator()(const Segment& piece, int64_t, int64_t offset, int count) const {
     const int64_t place = piece.start + offset;
@@ -23,7 +24,8 @@ struct PackWork {
       move<ushort4>(static_cast<const uint16_t*>(piece.weight) + offset, static_cast<uint16_t*>(slot) + place, count);
     } else {
       widen(static_cast<const uint16_t*>(piece.weight) + offset,
-            piece.copy == nullptr ? nullptr : static_cast<uint32_t*>(piece.copy) + offset, place, count);
+            piece.copy == nullptr || !write_copies ? nullptr : static_cast<uint32_t*>(piece.copy) + offset, place,
+            count);
     }
   }
 
@@ -62,8 +64,8 @@ struct PackWork {
 
 template <Kind kKind, bool kStaged>
 __global__ void __launch_bounds__(kThreads)
-    pack_kernel(const Segment* pieces, int64_t size, int64_t elements, void* slot) {
-  PackWork<kKind, kStaged> work{slot};
+    pack_kernel(const Segment* pieces, int64_t size, int64_t elements, void* slot, bool write_copies) {
+  PackWork<kKind, kStaged> work{slot, write_copies};
   gpu::for_pieces(pieces, size, elements, work);
 }
 
@@ -87,9 +89,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <Kind kKind, bool kStaged>
-void launch(const PackedChunk& chunk, void* slot, cudaStream_t stream) {
-  pack_kernel<kKind, kStaged>
-      <<<gpu::grid_of_tiles(chunk.elements), kThreads, 0, stream>>>(chunk.pieces, chunk.size, chunk.elements, slot);
+void launch(const PackedChunk& chunk, void* slot, bool write_copies, cudaStream_t stream) {
+  pack_kernel<kKind, kStaged><<<gpu::grid_of_tiles(chunk.elements), kThreads, 0, stream>>>(
+      chunk.pieces, chunk.size, chunk.elements, slot, write_copies);
   gpu::check(cudaGetLastError(), "launching the packing of a chunk");
 }
 
@@ -101,25 +103,25 @@ void preload() {
 
 }  // namespace
 
-void pack_staged(const PackedChunk& chunk, void* slot, cudaStream_t stream) {
+void pack_staged(const PackedChunk& chunk, void* slot, bool write_copies, cudaStream_t stream) {
   switch (chunk.kind) {
     case Kind::kWidenBf16:
-      return launch<Kind::kWidenBf16, true>(chunk, slot, stream);
+      return launch<Kind::kWidenBf16, true>(chunk, slot, write_copies, stream);
     case Kind::kWidenFp16:
-      return launch<Kind::kWidenFp16, true>(chunk, slot, stream);
+      return launch<Kind::kWidenFp16, true>(chunk, slot, write_copies, stream);
     case Kind::kCopy4Bytes:
-      return launch<Kind::kCopy4Bytes, true>(chunk, slot, stream);
+      return launch<Kind::kCopy4Bytes, true>(chunk, slot, write_copies, stream);
     case Kind::kCopy2Bytes:
-      return launch<Kind::kCopy2Bytes, true>(chunk, slot, stream);
+      return launch<Kind::kCopy2Bytes, true>(chunk, slot, write_copies, stream);
   }
 }
 
 void pack_direct(const PackedChunk& chunk, void* slot, cudaStream_t stream) {
   switch (chunk.kind) {
     case Kind::kWidenBf16:
-      return launch<Kind::kWidenBf16, false>(chunk, slot, stream);
+      return launch<Kind::kWidenBf16, false>(chunk, slot, true, stream);
     case Kind::kWidenFp16:
-      return launch<Kind::kWidenFp16, false>(chunk, slot, stream);
+      return launch<Kind::kWidenFp16, false>(chunk, slot, true, stream);
     case Kind::kCopy4Bytes:
     case Kind::kCopy2Bytes:
       return;  // sent from the weights themselves

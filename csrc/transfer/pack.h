@@ -15,8 +15,9 @@ struct PackedChunk {
   Kind kind;
 };
 
-// The weights' own bits go into the slot, to be widened by the CPU.
-void pack_staged(const PackedChunk& chunk, void* slot, cudaStream_t stream);
+// The weights' own bits go into the slot, to be widened by the CPU; with `write_copies` the device copies are written
+// too (a comparison writes nothing).
+void pack_staged(const PackedChunk& chunk, void* slot, bool write_copies, cudaStream_t stream);
 // Widened weights go into the device copy, or into the slot where there is none, to be sent as they are.
 void pack_direct(const PackedChunk& chunk, void* slot, cudaStream_t stream);
 // Compares the chunk's weights with masters that were brought into the slot. One result a piece, which the caller has

@@ -361,7 +361,7 @@ class Pipeline::Flight {
     const int host_slot = free_host_.front();
     free_host_.pop_front();
     const Stream& wire = next_of(r_.wires);
-    pack_staged(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), r_.pack);
+    pack_staged(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), judged_ == nullptr, r_.pack);
     wait_for_packing(slot, wire);
     const int64_t bytes = chunk.extent * weight_bytes(chunk.kind);
     gpu::check(cudaMemcpyAsync(r_.host_slot(host_slot), r_.device_slot(slot), static_cast<size_t>(bytes),
