@@ -30,6 +30,8 @@ def main() -> None:
         for threads in (1, 2):
             kernels.set_num_threads(threads)
             transfer = Transfer(jobs, device, chunk_elements=4096)
+            for target in (target for job in jobs for target in job[1:] if target is not None):
+                target.zero_()
             stale = transfer.compare()
             transfer.run()
             fresh = transfer.compare()

@@ -14,16 +14,6 @@ namespace {
 
 // How often a waiting caller looks for Ctrl-C.
 constexpr auto kInterruptPeriod = std::chrono::milliseconds(20);
-// Looks at the queue before a spinning worker offers its core to others.
-constexpr int kSpinsBeforeYield = 256;
-
-void pause_core() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 int positive_from_environment(const char* name) {
   const char* text = std::getenv(name);
@@ -135,17 +125,6 @@ void Pool::start_missing() {
   }
 }
 
-// The lock is held for less than a microsecond, and a thread that sleeps on it takes fifty to come back: so the threads
-// of a pipeline ask again instead. Sleeping would make a queue of them for every chunk.
-std::unique_lock<std::mutex> Pool::lock_without_sleeping() {
-  std::unique_lock lock(mutex_, std::defer_lock);
-  for (int spins = 1; !lock.try_lock(); ++spins) {
-    if (spins % kSpinsBeforeYield == 0) sched_yield();
-    pause_core();
-  }
-  return lock;
-}
-
 Pool::Workers Pool::take_surplus(int keep) {
   Workers surplus;
   while (workers_.size() > static_cast<size_t>(keep)) {
@@ -172,10 +151,9 @@ void Pool::shutdown() {
 
 void Pool::submit(const std::shared_ptr<Batch>& batch) {
   {
-    const auto lock = lock_without_sleeping();
+    const std::lock_guard lock(mutex_);
     start_missing();
     queue_.push_back(batch);
-    submissions_.fetch_add(1, std::memory_order_release);
   }
   wake_.notify_all();
 }
@@ -203,40 +181,19 @@ void Pool::cancel(Batch& batch) {
 }
 
 void Pool::work(const Worker& self) {
-  std::unique_lock lock = lock_without_sleeping();
+  std::unique_lock lock(mutex_);
   while (!self.leaving) {
     while (!queue_.empty() && queue_.front()->exhausted()) queue_.pop_front();
     if (!queue_.empty()) {
       const std::shared_ptr<Batch> batch = queue_.front();
       lock.unlock();
       const bool last = batch->work();
-      lock = lock_without_sleeping();
+      lock.lock();
       if (last) finished_.notify_all();
-      continue;
-    }
-    if (awake_.load(std::memory_order_relaxed) > 0) {
-      const int64_t seen = submissions_.load(std::memory_order_relaxed);
-      lock.unlock();
-      for (int spins = 0; submissions_.load(std::memory_order_acquire) == seen && spins < 16 * kSpinsBeforeYield;) {
-        if (++spins % kSpinsBeforeYield == 0) sched_yield();
-        pause_core();
-      }
-      lock = lock_without_sleeping();
       continue;
     }
     wake_.wait(lock);
   }
 }
-
-Pool::KeepAwake::KeepAwake(Pool& pool) : pool_(pool) {
-  {
-    const std::lock_guard lock(pool.mutex_);
-    pool.start_missing();
-    pool.awake_.fetch_add(1);
-  }
-  pool.wake_.notify_all();
-}
-
-Pool::KeepAwake::~KeepAwake() { pool_.awake_.fetch_sub(1); }
 
 }  // namespace megasetup::cpu

@@ -1,6 +1,5 @@
-// The worker threads. They sleep when idle, spin while a pipeline keeps them awake (a chunk arrives every 75 us, a
-// wake-up takes as long), and come back after a fork: a child starts with no workers and makes its own when it needs
-// them.
+// The worker threads. They sleep when idle, and come back after a fork: a child starts with no workers and makes its
+// own when it needs them.
 #pragma once
 
 #include <atomic>
@@ -57,18 +56,6 @@ class Pool {
   // Join the workers. The pool may be used again and starts new ones then.
   void shutdown();
 
-  // While one lives, idle workers spin instead of sleeping.
-  class KeepAwake {
-   public:
-    explicit KeepAwake(Pool& pool);
-    ~KeepAwake();
-    KeepAwake(const KeepAwake&) = delete;
-    KeepAwake& operator=(const KeepAwake&) = delete;
-
-   private:
-    Pool& pool_;
-  };
-
  private:
   struct Worker {
     std::thread thread;
@@ -77,7 +64,6 @@ class Pool {
   using Workers = std::vector<std::unique_ptr<Worker>>;
 
   void work(const Worker& self);
-  std::unique_lock<std::mutex> lock_without_sleeping();
   // Wakes and joins workers that have been told to leave; called without mutex_.
   void dismiss(Workers surplus);
   // These are called with mutex_ held.
@@ -91,8 +77,6 @@ class Pool {
   std::deque<std::shared_ptr<Batch>> queue_;
   Workers workers_;
   std::vector<int> cores_;
-  std::atomic<int> awake_{0};
-  std::atomic<int64_t> submissions_{0};
 };
 
 }  // namespace megasetup::cpu

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "cpu/feed.h"
 #include "cpu/parallel.h"
 #include "cpu/pool.h"
 #include "gpu/cuda.h"
@@ -225,10 +226,7 @@ class Pipeline::Flight {
   }
 
   ~Flight() {
-    for (const Widening& widening : widenings_) cpu::Pool::cancel(*widening.batch);
-    for (const Widening& widening : widenings_) {
-      while (!widening.batch->done()) sched_yield();
-    }
+    feed_.reset();  // the CPU lets go of the slots before the streams are asked
     for (const Stream* each : r_.streams()) (void)cudaStreamSynchronize(*each);
   }
   Flight(const Flight&) = delete;
@@ -265,7 +263,7 @@ class Pipeline::Flight {
     int host_slot;  // -1: direct
   };
   struct Widening {
-    std::shared_ptr<cpu::Batch> batch;
+    const cpu::Feed::Job* job;
     int host_slot;
   };
 
@@ -291,7 +289,7 @@ class Pipeline::Flight {
       any = true;
     }
     for (size_t i = 0; i < widenings_.size();) {
-      if (!widenings_[i].batch->done()) {
+      if (!widenings_[i].job->done()) {
         ++i;
         continue;
       }
@@ -410,20 +408,20 @@ class Pipeline::Flight {
     }
     const auto shared = std::make_shared<const cpu::Segments>(std::move(segments));
     const size_t first = chunk.first_piece;
-    auto batch = std::make_shared<cpu::Batch>(shared->blocks(), [this, shared, first](int64_t block) {
+    const cpu::Feed::Job& job = feed_->publish(shared->blocks(), [this, shared, first](int64_t block) {
       shared->visit_block(block, [this, first](size_t index, int64_t offset, const cpu::Segment& run) {
         arrive_(first + index, offset, run);
       });
     });
-    widenings_.push_back({batch, host_slot});
-    cpu::Pool::instance().submit(batch);
+    widenings_.push_back({&job, host_slot});
   }
 
   Pipeline& pipeline_;
   Resources& r_;
   Comparison* const judged_;
   const Arrive arrive_;
-  const cpu::Pool::KeepAwake awake_{cpu::Pool::instance()};
+  std::unique_ptr<cpu::Feed> feed_{pipeline_.chunks_.empty() ? nullptr
+                                                             : std::make_unique<cpu::Feed>(pipeline_.chunks_.size())};
   std::deque<int> free_host_, free_device_, free_return_;
   size_t turn_ = 0;
   std::deque<Moving> moving_;
