@@ -138,7 +138,8 @@ def _chunks_of(model: Any) -> list[torch.nn.Module]:
 
 def _members(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
-        return value.values()
+        # Keys too: a clone that is held for another parameter than before is as lost as one that was replaced.
+        return chain(value.keys(), value.values())
     if isinstance(value, list):
         return chain.from_iterable(map(_members, value)) if value and isinstance(value[0], list) else value
     return (value,)

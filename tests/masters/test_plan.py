@@ -287,6 +287,13 @@ def _one_clone_replaced(optimizer: object) -> None:
     clones[key] = clones[key].clone()
 
 
+def _clones_that_changed_places(optimizer: object) -> None:
+    hybrid = optimizer.optimizer  # type: ignore[attr-defined]
+    first, second, *others = hybrid.gpu_params_map_cpu_copy
+    clones = hybrid.gpu_params_map_cpu_copy.values()
+    hybrid.gpu_params_map_cpu_copy = dict(zip((second, first, *others), clones, strict=True))
+
+
 def _another_inner_optimizer(optimizer: object) -> None:
     optimizer.optimizer = distributed_over([Block()]).optimizer  # type: ignore[attr-defined]
 
@@ -298,6 +305,7 @@ def _another_inner_optimizer(optimizer: object) -> None:
         (_freed_clone, "router, level 2: "),
         (_clones_made_anew, "HybridDeviceOptimizer.gpu_params_map_cpu_copy holds other tensors"),
         (_one_clone_replaced, "HybridDeviceOptimizer.gpu_params_map_cpu_copy holds other tensors"),
+        (_clones_that_changed_places, "HybridDeviceOptimizer.gpu_params_map_cpu_copy holds other tensors"),
         (_another_inner_optimizer, "DistributedOptimizer.optimizer holds other tensors"),
     ],
 )
