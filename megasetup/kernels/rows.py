@@ -40,7 +40,8 @@ def check_pair(low: torch.Tensor, high: torch.Tensor) -> int:
 
     Raises:
         TypeError: dtypes that do not go together.
-        ValueError: different element counts or devices, or memory that is not contiguous.
+        ValueError: different element counts or devices, or memory that is not contiguous, is absent, or holds the
+            values negated.
     """
     kind = kind_of(low.dtype, high.dtype)
     if low.numel() != high.numel():
@@ -50,4 +51,10 @@ def check_pair(low: torch.Tensor, high: torch.Tensor) -> int:
     for what, tensor in (("weight", low), ("copy", high)):
         if not tensor.is_contiguous():
             raise ValueError(f"a {what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+        if tensor.is_neg():
+            raise ValueError(f"a {what} of shape {tuple(tensor.shape)} is a negated view: call resolve_neg() first")
+        if not tensor.is_meta and tensor.numel() and not tensor.data_ptr():
+            raise ValueError(
+                f"a {what} of {tensor.numel()} elements on {tensor.device} has no memory: restore its storage first"
+            )
     return kind

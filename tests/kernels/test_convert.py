@@ -232,6 +232,20 @@ def test_errors_come_before_anything_is_written(
         assert now.is_meta or torch.equal(now, then)
 
 
+def test_memory_that_does_not_hold_the_values_is_refused() -> None:
+    freed = torch.zeros(4)
+    freed.untyped_storage().resize_(0)
+    target = torch.zeros(4)
+    for weight, copy, message in (
+        (ones(4), freed, "copy of 4 elements on cpu has no memory"),
+        (freed, target, "weight of 4 elements on cpu has no memory"),
+        (torch._neg_view(ones(4)), target, "weight of shape .* negated view"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.widen([weight], [copy])
+    assert torch.equal(target, torch.zeros(4))
+
+
 def test_rows_that_make_no_sense_are_refused() -> None:
     for rows in (array("q", [0, 0, 0]), array("i", [0] * 4), array("q", [4, 0, 0, 0]), array("q", [0, 0, 0, -1])):
         with pytest.raises(ValueError, match="row"):
