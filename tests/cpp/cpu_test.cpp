@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "common/floats.h"
+#include "cpu/feed.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/pool.h"
@@ -388,20 +389,54 @@ void test_pool_cancel() {
   check(pool.run(10, sleep_a_little, never), "the pool works after a cancelled batch");
 }
 
-void test_pool_keep_awake() {
+void test_feed() {
   Pool& pool = Pool::instance();
-  std::atomic<int64_t> ran{0};
+  constexpr int kJobs = 300;
+  constexpr int64_t kBlocks = 7;
+  std::vector<std::atomic<int>> seen(kJobs * kBlocks);
   {
-    const Pool::KeepAwake awake(pool);
-    for (int i = 0; i < 200; ++i) {
-      const auto batch = std::make_shared<Batch>(4, [&](int64_t) { ++ran; });
-      pool.submit(batch);
-      while (!batch->done()) sched_yield();
+    Feed feed(kJobs);
+    std::vector<const Feed::Job*> jobs;
+    for (int job = 0; job < kJobs; ++job) {
+      jobs.push_back(&feed.publish(kBlocks, [&seen, job](int64_t block) { ++seen[job * kBlocks + block]; }));
+      if (job % 10 == 0) std::this_thread::sleep_for(200us);  // the workers also find the feed empty
     }
-    pool.set_num_threads(2);  // workers that spin also leave
+    for (const Feed::Job* job : jobs) {
+      while (!job->done()) sched_yield();
+    }
   }
-  check(ran == 800, "batches run while the workers are kept awake");
-  check(pool.run(10, sleep_a_little, never), "the pool works after KeepAwake");
+  bool once = true;
+  for (const auto& count : seen) once = once && count == 1;
+  check(once, "a feed runs every block of every job once");
+
+  std::atomic<int> running{0};
+  {
+    Feed feed(1);
+    feed.publish(100'000, [&](int64_t block) {
+      ++running;
+      sleep_a_little(block);
+      --running;
+    });
+    std::this_thread::sleep_for(2ms);
+  }
+  check(running == 0, "no block runs after a feed that was left early");
+  {
+    const Feed empty(0);
+  }
+
+  // Two feeds at once: the second gets its workers when the first lets them go.
+  std::atomic<int> done{0};
+  const auto use = [&] {
+    Feed feed(1);
+    const Feed::Job& job = feed.publish(50, sleep_a_little);
+    while (!job.done()) sched_yield();
+    ++done;
+  };
+  std::thread first(use), second(use);
+  first.join();
+  second.join();
+  check(done == 2, "two feeds at once both end");
+  check(pool.run(10, sleep_a_little, never), "the pool works after a feed");
 }
 
 void test_pool_cores() {
@@ -476,7 +511,7 @@ int main(int argc, char** argv) {
   check(refused, "unknown kernels are refused, and the message names what there is");
   test_pool_resized_while_busy();
   test_pool_cancel();
-  test_pool_keep_awake();
+  test_feed();
   test_pool_cores();
   test_pool_shutdown();
   if (argc < 2 || std::string(argv[1]) != "--no-fork") test_pool_fork();
