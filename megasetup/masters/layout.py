@@ -28,6 +28,12 @@ ACCEPTED = (
     "or a bare HybridDeviceOptimizer"
 )
 
+_ADRIFT = "the optimizer steps memory that this parameter no longer lies in, so its updates will not reach the model"
+_NOT_STEPPED = (
+    "it has neither a main parameter nor a copy, and the optimizer does not step its shard: nothing was refreshed, and "
+    "training will leave it as it is; build the optimizer again from this model"
+)
+
 
 class WeightCopies(NamedTuple):
     """One weight of the model and its copies.
@@ -187,6 +193,53 @@ class _ParameterName:
         return f"{what} {number} of group {group}"
 
 
+class _HybridCopies:
+    """Levels 2 and 3 of a hybrid optimizer's parameters, each to be claimed by the weight that it belongs to."""
+
+    def __init__(self, hybrid: Any) -> None:
+        self._hybrid = hybrid
+        # By id, since hashing a tensor costs a call into Python.
+        self._clones: dict[int, torch.Tensor] = {}
+        self._working_copies: dict[int, torch.Tensor] = {}
+        if hybrid is not None:
+            self._clones = {id(held): clone for held, clone in hybrid.gpu_params_map_cpu_copy.items()}
+            self._working_copies = {id(held): copy for held, copy in hybrid.param_to_fp32_param.items()}
+
+    def claim(self, parameter: torch.Tensor | None) -> tuple[tuple[Level, torch.Tensor], ...]:
+        """The copies of one of the hybrid optimizer's parameters, handed out once."""
+        clone = self._clones.pop(id(parameter), None)
+        working_copy = self._working_copies.pop(id(parameter), None)
+        if working_copy is None:
+            return () if clone is None else ((2, clone),)
+        return ((3, working_copy),) if clone is None else ((2, clone), (3, working_copy))
+
+    def orphans(self) -> list[str]:
+        """What nobody claimed, as problems."""
+        if not self._clones and not self._working_copies:
+            return []
+        places = _places_in(self._hybrid)
+        return [
+            f"{name} holds a copy of shape {tuple(copy.shape)} for "
+            f"{places.get(key, 'a tensor that is in none of its param_groups')}, which is no weight of this optimizer, "
+            "so it would not be refreshed: build the optimizer again from this model; if that does not help, report "
+            "this with the version of Megatron"
+            for name, left in (
+                ("gpu_params_map_cpu_copy", self._clones),
+                ("param_to_fp32_param", self._working_copies),
+            )
+            for key, copy in left.items()
+        ]
+
+
+def _places_in(optimizer: Any) -> dict[int, str]:
+    """Where each parameter stands in a torch optimizer's groups, by the parameter's id."""
+    return {
+        id(parameter): f"parameter {number} of its param group {group}"
+        for group, settings in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(settings["params"])
+    }
+
+
 class _Reader:
     """Walks an optimizer and fills one Layout."""
 
@@ -271,7 +324,8 @@ class _Reader:
             "model_fp32_groups",
             "shard_fp32_groups",
         )
-        copies_of = self._copies_in(hybrid)
+        copies = self._copies_in(hybrid)
+        stepped: dict[int, str] | None = None
         for group, (models, shards, mains) in enumerate(
             zip(
                 optimizer.model_float16_groups,
@@ -282,24 +336,31 @@ class _Reader:
         ):
             for number, (parameter, shard, main) in enumerate(zip(models, shards, mains, strict=True)):
                 label = self._label(parameter, path, "parameter", number, group)
+                held = copies.claim(shard if main is None else main)
                 if not self._is_plain(parameter):
-                    self._add_quantised(label, main, copies_of)
+                    self._add_quantised(label, main, held)
                     continue
                 source, offset, viewed = self._shard(optimizer, parameter, shard, label)
                 if source is None:
                     continue
-                if main is None:
-                    self._add(label, parameter, source, copies_of(shard), offset, not viewed)
-                else:
-                    self._add(label, parameter, source, ((1, main), *copies_of(main)), offset)
+                if main is not None:
+                    self._add(label, parameter, source, ((1, main), *held), offset)
+                    continue
+                note = "" if viewed else _ADRIFT
+                if not held:  # as it should be only for a shard that is stepped in its own dtype
+                    stepped = _places_in(optimizer.optimizer) if stepped is None else stepped
+                    note = note if id(shard) in stepped else _NOT_STEPPED
+                self._add(label, parameter, source, held, offset, note)
         for group, (models, shards) in enumerate(
             zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
         ):
             for number, (parameter, shard) in enumerate(zip(models, shards, strict=True)):
                 label = self._label(parameter, path, "FP32 parameter", number, group)
+                held = copies.claim(shard)
                 source, offset, viewed = self._shard(optimizer, parameter, shard, label)
                 if source is not None:
-                    self._add(label, parameter, source, ((1, shard), *copies_of(shard)), offset, not viewed)
+                    self._add(label, parameter, source, ((1, shard), *held), offset, "" if viewed else _ADRIFT)
+        self._refuse_orphans(copies, path)
 
     def _read_float16(self, optimizer: Any, path: str) -> None:
         if self._is_stub(optimizer, path):
@@ -339,16 +400,18 @@ class _Reader:
 
     def _read_hybrid(self, hybrid: Any, path: str) -> None:
         """A hybrid optimizer whose parameters are the model's own."""
-        copies_of = self._copies_in(hybrid)
+        copies = self._copies_in(hybrid)
         for group, settings in enumerate(hybrid.param_groups):
             for number, parameter in enumerate(settings["params"]):
                 label = self._label(parameter, path, "parameter", number, group)
+                held = copies.claim(parameter)
                 if not self._is_plain(parameter):
-                    self.layout.quantised.append(label)
+                    self._add_quantised(label, None, held)
                     continue
                 source = self._flat(parameter, label)
                 if source is not None:
-                    self._add(label, parameter, source, copies_of(parameter))
+                    self._add(label, parameter, source, held)
+        self._refuse_orphans(copies, path)
 
     def _leave_without_hybrid(self, optimizer: Any, path: str) -> None:
         self._leave(
@@ -358,22 +421,14 @@ class _Reader:
             'as does levels="all"',
         )
 
-    def _copies_in(self, hybrid: Any) -> Any:
-        """A function from a hybrid optimizer's parameter to its levels 2 and 3."""
-        if hybrid is None:
-            return lambda parameter: ()
-        self._anchor(hybrid, "gpu_params_map_cpu_copy", "param_to_fp32_param")
-        # By id, since hashing a tensor costs a call into Python.
-        clones = {id(held): clone for held, clone in hybrid.gpu_params_map_cpu_copy.items()}
-        working_copies = {id(held): copy for held, copy in hybrid.param_to_fp32_param.items()}
+    def _copies_in(self, hybrid: Any) -> _HybridCopies:
+        if hybrid is not None:
+            self._anchor(hybrid, "gpu_params_map_cpu_copy", "param_to_fp32_param")
+        return _HybridCopies(hybrid)
 
-        def copies_of(parameter: torch.Tensor) -> tuple[tuple[Level, torch.Tensor], ...]:
-            clone, working_copy = clones.get(id(parameter)), working_copies.get(id(parameter))
-            if working_copy is None:
-                return () if clone is None else ((2, clone),)
-            return ((3, working_copy),) if clone is None else ((2, clone), (3, working_copy))
-
-        return copies_of
+    def _refuse_orphans(self, copies: _HybridCopies, path: str) -> None:
+        """Copies that no weight claimed would stay as they are, and the next step would train from them."""
+        self.layout.problems += [f"{path}: {orphan}" for orphan in copies.orphans()]
 
     def _is_plain(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter is ordinary memory. Quantised tensors are subclasses that answer torch themselves."""
@@ -421,18 +476,19 @@ class _Reader:
         source: torch.Tensor,
         levels: tuple[tuple[Level, torch.Tensor], ...],
         offset: int = 0,
-        adrift: bool = False,
+        note: str = "",
     ) -> None:
-        note = (
-            "the optimizer steps memory that this parameter no longer lies in, so its updates will not reach the model"
-            if adrift
-            else ""
-        )
         self.layout.copies.append(WeightCopies(label, source, levels, offset, False, note))
         self.layout.parameters.append(parameter)
 
-    def _add_quantised(self, label: object, main: torch.Tensor | None, copies_of: Any) -> None:
+    def _add_quantised(
+        self, label: object, main: torch.Tensor | None, held: tuple[tuple[Level, torch.Tensor], ...]
+    ) -> None:
         self.layout.quantised.append(label)
-        levels = () if main is None else copies_of(main)
-        if main is not None and levels:
-            self.layout.copies.append(WeightCopies(label, main.detach().view(-1), levels, 0, True))
+        if not held:
+            return
+        if main is None:
+            reason = "quantised and without a main parameter, so there is nothing to refresh its copies from"
+            self.layout.untouched.append(Untouched(str(label), reason))
+        else:
+            self.layout.copies.append(WeightCopies(label, main.detach().view(-1), held, 0, True))

@@ -128,6 +128,85 @@ def test_quantised_weights_without_level_1_are_only_named() -> None:
     assert "fp8" not in levels_by_name(layout)
 
 
+def test_clones_of_a_quantised_weight_without_level_1_are_left_untouched() -> None:
+    optimizer = distributed_over([Block(quantised=True, fp32_router=False)], precision_aware=True)
+    shard = torch.randn(42).bfloat16()
+    optimizer.shard_float16_groups[0][3] = shard
+    optimizer.optimizer.gpu_params_map_cpu_copy[shard] = shard.float()
+    layout = read_layout(optimizer)
+    assert [entry.what for entry in layout.untouched] == ["fp8"]
+    assert "nothing to refresh its copies from" in layout.untouched[0].reason
+    assert not layout.problems
+
+    quantised = Block(quantised=True, fp32_router=False)
+    hybrid = hybrid_over([[quantised.norm]])
+    hybrid.param_groups[0]["params"].append(quantised.fp8)
+    hybrid.gpu_params_map_cpu_copy[quantised.fp8] = torch.zeros(42)
+    layout = read_layout(hybrid, quantised)
+    assert [entry.what for entry in layout.untouched] == ["fp8"]
+    assert not layout.problems
+
+
+def test_clones_that_no_weight_claims_are_problems() -> None:
+    optimizer = distributed_over([Block()])
+    hybrid = optimizer.optimizer
+    hybrid.gpu_params_map_cpu_copy = {key.clone(): copy for key, copy in hybrid.gpu_params_map_cpu_copy.items()}
+    problems = read_layout(optimizer).problems
+    assert len(problems) == 5
+    assert problems[0].startswith(
+        "optimizer: gpu_params_map_cpu_copy holds a copy of shape (35,) for a tensor that is in none of its "
+        "param_groups, which is no weight of this optimizer"
+    )
+    assert "build the optimizer again" in problems[0]
+    assert "version of Megatron" in problems[0]
+
+
+def test_working_copies_that_no_weight_claims_are_problems() -> None:
+    # The optimizer steps another shard than the one that is listed for the weight.
+    optimizer = distributed_over([Block(fp32_router=False)], precision_aware=True)
+    shards = optimizer.shard_float16_groups[0]
+    shards[1] = shards[1].detach()
+    layout = read_layout(chain(optimizer))
+    assert [problem.split(", which")[0] for problem in layout.problems] == [
+        f"optimizer.chained_optimizers[0]: {name} holds a copy of shape (7,) for parameter 1 of its param group 0"
+        for name in ("gpu_params_map_cpu_copy", "param_to_fp32_param")
+    ]
+
+
+def test_clones_of_a_bare_hybrid_optimizer_that_no_weight_claims() -> None:
+    model = Block(fp32_router=False)
+    hybrid = hybrid_over([list(model.parameters())])
+    hybrid.param_groups[0]["params"].pop()  # fc2
+    (first, second) = read_layout(hybrid, model).problems
+    assert "gpu_params_map_cpu_copy holds a copy of shape (7, 11)" in first
+    assert "param_to_fp32_param holds a copy of shape (7, 11)" in second
+
+
+def test_a_weight_that_cannot_be_read_still_claims_its_clone() -> None:
+    model = Block(fp32_router=False)
+    optimizer = distributed_over([model])
+    model.embedding.data = torch.randn(7, 13).bfloat16().t()
+    (problem,) = read_layout(optimizer).problems
+    assert problem.startswith("embedding: ")
+
+
+def test_a_weight_without_main_parameter_in_standard_mode_is_remarked() -> None:
+    optimizer = distributed_over([Block()], fraction=0.3)
+    optimizer.shard_fp32_from_float16_groups[0][3] = None
+    notes = {entry.name: entry.note for entry in read_layout(optimizer).copies if entry.note}
+    assert list(notes) == ["fc2"]
+    assert "neither a main parameter nor a copy" in notes["fc2"]
+
+
+def test_a_shard_that_is_stepped_in_its_own_dtype_is_not_remarked() -> None:
+    optimizer = distributed_over(
+        [Block(fp32_router=False)], precision_aware=True, fraction=0.3, param_update_in_fp32=False
+    )
+    layout = read_layout(optimizer)
+    assert levels_by_name(layout) == {"embedding": [2], "norm": [], "fc1": [], "fc2": []}
+    assert {entry.note for entry in layout.copies} == {""}
+
+
 def test_without_hybrid_optimizer() -> None:
     optimizer = distributed_over([Block()], fraction=None)
     layout = read_layout(optimizer)

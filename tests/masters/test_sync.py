@@ -29,6 +29,7 @@ from megasetup.masters import (
     PlanError,
     SyncReport,
     Untouched,
+    audit_master_weights,
     ensure_master_weights,
     sync_master_weights,
 )
@@ -188,6 +189,18 @@ def test_wrong_sizes_are_refused() -> None:
     for call in (sync_master_weights, ensure_master_weights):
         with pytest.raises(PlanError, match="norm, level 1: 7 elements, but the weight has 3"):
             call(optimizer)
+
+
+def test_clones_that_belong_to_no_weight_are_refused() -> None:
+    optimizer = distributed_over([Block()])
+    hybrid = optimizer.optimizer
+    hybrid.gpu_params_map_cpu_copy = {key.clone(): copy for key, copy in hybrid.gpu_params_map_cpu_copy.items()}
+    load_new_weights(*optimizer.model_chunks)
+    before = bits(*copies_of(optimizer))
+    for call in (sync_master_weights, ensure_master_weights, audit_master_weights):
+        with pytest.raises(PlanError, match="5 problems"):
+            call(optimizer)
+    assert bits(*copies_of(optimizer)) == before
 
 
 @pytest.mark.parametrize("precision_aware", [False, True])
