@@ -234,6 +234,10 @@ class SyncPlan:
         sources = [entry.source for entry in self.copies]
         copies = [copy for entry in self.copies for _, copy in entry.levels]
         self._tensors = [*sources, *copies]
+        strange = _not_strided(self._tensors)
+        if strange:  # these cannot even be asked for what the other checks need
+            labels = self._labels()
+            raise PlanError([*layout.problems, *(f"{labels[index]}: {problem}" for index, problem in strange)])
         kinds: set[type[torch.Tensor]] = set(map(type, self._tensors))
         odd: set[type] = {kind for kind in kinds if kind.__torch_dispatch__ is not _PLAIN_DISPATCH}
         columns = _Columns.of(self._tensors, odd)
@@ -377,6 +381,23 @@ class SyncPlan:
             quantised=tuple(map(str, self.layout.quantised)),
             notes=tuple((entry.name, entry.note) for entry in self.copies if entry.note),
         )
+
+
+def _not_strided(entries: Sequence[Any]) -> list[tuple[int, str]]:
+    """Entries that are no tensors, or tensors without an address and strides: (index, what is wrong)."""
+    if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, entries))):
+        return [
+            (index, f"a {type(entry).__module__}.{type(entry).__qualname__} is not a tensor: pass a torch.Tensor")
+            for index, entry in enumerate(entries)
+            if not isinstance(entry, torch.Tensor)
+        ]
+    if set(map(operator.attrgetter("layout"), entries)) <= {torch.strided}:
+        return []
+    return [
+        (index, f"a tensor of layout {entry.layout} has no plain memory: pass a dense one (tensor.to_dense())")
+        for index, entry in enumerate(entries)
+        if entry.layout is not torch.strided
+    ]
 
 
 def _memory_problems(tensors: Sequence[torch.Tensor], columns: _Columns, odd: set[type]) -> list[tuple[int, str]]:

@@ -98,6 +98,40 @@ def test_no_ordinary_memory() -> None:
     assert "a: a Quantised is not ordinary memory: pass the tensor that holds its values" in problems
 
 
+def test_no_strided_tensor() -> None:
+    (weight,) = weights(8)
+    target = fp32(8)
+    with pytest.raises(PlanError) as caught:
+        SyncPlan.from_copies(
+            [
+                WeightCopies("a", weight.to_sparse(), ((1, target),)),
+                WeightCopies("b", weight, ((1, fp32(8)), (2, fp32(8).to_sparse()))),
+                WeightCopies("c", weight, ((2, fp32(8).to_mkldnn()),)),
+            ]
+        )
+    assert caught.value.problems == (
+        "a: a tensor of layout torch.sparse_coo has no plain memory: pass a dense one (tensor.to_dense())",
+        "b, level 2: a tensor of layout torch.sparse_coo has no plain memory: pass a dense one (tensor.to_dense())",
+        "c, level 2: a tensor of layout torch._mkldnn has no plain memory: pass a dense one (tensor.to_dense())",
+    )
+    assert torch.equal(target, fp32(8))
+
+
+def test_no_tensor() -> None:
+    (weight,) = weights(8)
+    with pytest.raises(PlanError) as caught:
+        SyncPlan.from_copies(
+            [
+                WeightCopies("a", [1.0], ((1, fp32(1)),)),  # type: ignore[arg-type]
+                WeightCopies("b", weight, ((1, None), (2, fp32(8).to_sparse()))),  # type: ignore[arg-type]
+            ]
+        )
+    assert caught.value.problems == (
+        "a: a builtins.list is not a tensor: pass a torch.Tensor",
+        "b, level 1: a builtins.NoneType is not a tensor: pass a torch.Tensor",
+    )
+
+
 def test_copies_that_overlap() -> None:
     one, two = weights(8, 8)
     memory = fp32(12)
