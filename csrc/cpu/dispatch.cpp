@@ -30,7 +30,8 @@ const Kernels& find(const std::string& name) {
     if (name == table->name) return *table;
     known += std::string(known.empty() ? "" : ", ") + table->name;
   }
-  throw std::invalid_argument("CPU kernels '" + name + "' cannot run here: this processor runs " + known);
+  throw std::invalid_argument("CPU kernels '" + name + "' cannot run here: this processor runs " + known +
+                              " (see MEGASETUP_CPU_ISA)");
 }
 
 const Kernels* initial() {

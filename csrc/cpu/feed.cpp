@@ -2,11 +2,13 @@
 
 #include <sched.h>
 
+#include "cpu/kernels.h"
 #include "cpu/spin.h"
 
 namespace megasetup::cpu {
 
 Feed::Feed(size_t most_jobs) : jobs_(std::make_unique<Job[]>(most_jobs)) {
+  (void)kernels();  // a wrong MEGASETUP_CPU_ISA is the caller's error, not a worker's
   Pool& pool = Pool::instance();
   stays_ = std::make_shared<Batch>(pool.num_threads(), [this](int64_t) { work(); });
   pool.submit(stays_);

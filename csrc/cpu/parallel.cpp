@@ -13,6 +13,7 @@ constexpr int64_t kInlineElements = kBlockElements;
 
 bool for_blocks(const Segments& segments, const std::function<void(int64_t)>& run,
                 const std::function<bool()>& interrupted) {
+  (void)kernels();  // a wrong MEGASETUP_CPU_ISA is the caller's error, not a worker's
   if (segments.elements() <= kInlineElements) {
     for (int64_t block = 0; block < segments.blocks(); ++block) run(block);
     return true;

@@ -15,9 +15,16 @@ namespace {
 // How often a waiting caller looks for Ctrl-C.
 constexpr auto kInterruptPeriod = std::chrono::milliseconds(20);
 
+// More workers than any host has cores would only exhaust the system's threads.
+constexpr int kMostThreads = 1024;
+
+// The number that a variable holds, at most kMostThreads; 0 when it is unset or holds no positive number.
 int positive_from_environment(const char* name) {
   const char* text = std::getenv(name);
-  return text == nullptr ? 0 : std::max(0, std::atoi(text));
+  if (text == nullptr) return 0;
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  return end == text || value < 1 ? 0 : static_cast<int>(std::min<long>(value, kMostThreads));
 }
 
 // Ranks of this host, as torchrun, Slurm, Open MPI and MPICH say it; 1 when none does.
@@ -81,7 +88,10 @@ int Pool::num_threads() {
 }
 
 void Pool::set_num_threads(int threads) {
-  if (threads < 1) throw std::invalid_argument("num_threads is " + std::to_string(threads) + ": at least 1 is needed");
+  if (threads < 1 || threads > kMostThreads) {
+    throw std::invalid_argument("num_threads is " + std::to_string(threads) + ": it must be from 1 to " +
+                                std::to_string(kMostThreads));
+  }
   Workers surplus;
   {
     const std::lock_guard lock(mutex_);

@@ -31,6 +31,8 @@ constexpr size_t kStarving = 1;
 constexpr int64_t kDirectPieceElements = 64 * 1024;
 // Pieces start where vectors may.
 constexpr int64_t kPieceAlignment = 8;
+// A slot holds half as many FP32 weights, and those too in whole pieces.
+constexpr int64_t kChunkAlignment = 2 * kPieceAlignment;
 constexpr auto kInterruptPeriod = std::chrono::milliseconds(20);
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -103,7 +105,7 @@ struct Pipeline::Resources {
 };
 
 Pipeline::Pipeline(int device, std::vector<Row> rows, int64_t chunk_elements)
-    : device_(device), rows_(std::move(rows)), chunk_elements_(round_up(chunk_elements, kPieceAlignment)) {
+    : device_(device), rows_(std::move(rows)), chunk_elements_(round_up(chunk_elements, kChunkAlignment)) {
   if (chunk_elements < 1) throw std::invalid_argument("chunk_elements is " + std::to_string(chunk_elements));
   const gpu::DeviceGuard guard(device_);
   cpu::Pool::instance().set_cores(cores_near(device_));
@@ -164,9 +166,8 @@ void Pipeline::cut_into_chunks(const std::vector<int64_t>& rows, bool pinned) {
   };
   for (const int64_t index : rows) {
     const Row& row = rows_[static_cast<size_t>(index)];
-    const int64_t capacity = row.kind == Kind::kCopy4Bytes
-                                 ? std::max(chunk_elements_ / 2 / kPieceAlignment * kPieceAlignment, int64_t{4})
-                                 : chunk_elements_;
+    const int64_t capacity =
+        row.kind == Kind::kCopy4Bytes ? chunk_elements_ / 2 / kPieceAlignment * kPieceAlignment : chunk_elements_;
     for (int64_t offset = 0; offset < row.count;) {
       if (chunk.extent >= capacity) close();
       if (chunk.pieces == 0) chunk = {row.kind, pieces_.size(), 0, 0, 0, false};

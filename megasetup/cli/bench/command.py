@@ -132,10 +132,10 @@ def run_sync(
     with steps(options.steps) as progress:
         found = sync.measure(options, progress)
     tables.show_sync(found, console)
-    if plot_file is not None:
+    _finish("sync", found, all(result["verified"] for result in found["results"]), json_file, console)
+    if plot_file is not None:  # after the figures are safe
         plot.draw(found, plot_file)
         console.print(f"Drawn: {plot_file}")
-    _finish("sync", found, all(result["verified"] for result in found["results"]), json_file, console)
 
 
 def run_expert_bias(
