@@ -464,6 +464,7 @@ class _Reader:
             and shard.dtype == parameter.dtype
             and shard.device == parameter.device
             and shard.numel() == end - start
+            and parameter.is_contiguous()
         ):
             return (shard.detach() if shard.requires_grad else shard), start, True
         flat = self._flat(parameter, label)

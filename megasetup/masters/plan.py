@@ -241,7 +241,7 @@ class SyncPlan:
         kinds: set[type[torch.Tensor]] = set(map(type, self._tensors))
         odd: set[type] = {kind for kind in kinds if kind.__torch_dispatch__ is not _PLAIN_DISPATCH}
         columns = _Columns.of(self._tensors, odd)
-        self._addresses, self._elements = columns.address, columns.elements
+        self._addresses, self._elements, self._dtypes = columns.address, columns.elements, columns.dtype
         self._parameter_addresses = list(map(torch.Tensor.data_ptr, layout.parameters))
 
         problems = list(layout.problems)
@@ -333,6 +333,20 @@ class SyncPlan:
                 for (label, address, count), (new_address, new_count) in zip(planned, now, strict=True)
                 if (address, count) != (new_address, new_count)
             ]
+        # In the same place, but with elements of another kind or in another order.
+        dtypes = list(map(operator.attrgetter("dtype"), self._tensors))
+        if dtypes != self._dtypes:
+            moved += [
+                f"{label}: {was} is now {new}"
+                for label, was, new in zip(self._labels(), self._dtypes, dtypes, strict=True)
+                if was != new
+            ]
+        if not all(map(torch.Tensor.is_contiguous, self._tensors)):
+            moved += [
+                f"{label}: is now of shape {tuple(tensor.shape)} and strides {tensor.stride()}, which is not contiguous"
+                for label, tensor in zip(self._labels(), self._tensors, strict=True)
+                if not tensor.is_contiguous()
+            ]
         parameters = list(map(torch.Tensor.data_ptr, self.layout.parameters))
         if parameters != self._parameter_addresses:
             plain = [entry for entry in self.copies if not entry.quantised]
@@ -340,6 +354,14 @@ class SyncPlan:
                 f"{entry.name}: the model's parameter was bound to other memory"
                 for entry, was, is_ in zip(plain, self._parameter_addresses, parameters, strict=True)
                 if was != is_
+            ]
+        if not all(map(torch.Tensor.is_contiguous, self.layout.parameters)):
+            plain = [entry for entry in self.copies if not entry.quantised]
+            moved += [
+                f"{entry.name}: the model's parameter is now of shape {tuple(parameter.shape)} and strides "
+                f"{parameter.stride()}, which is not contiguous"
+                for entry, parameter in zip(plain, self.layout.parameters, strict=True)
+                if not parameter.is_contiguous()
             ]
         if moved:
             listed = "\n".join(shortened([f"  {line}" for line in moved]))

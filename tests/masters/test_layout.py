@@ -182,6 +182,14 @@ def test_clones_of_a_bare_hybrid_optimizer_that_no_weight_claims() -> None:
     assert "param_to_fp32_param holds a copy of shape (7, 11)" in second
 
 
+def test_a_parameter_transposed_where_it_lies_is_a_problem() -> None:
+    model = Block(fp32_router=False)
+    optimizer = distributed_over([model])
+    model.embedding.data = model.embedding.data.t()  # the address and the count are the same
+    (problem,) = read_layout(optimizer).problems
+    assert problem.startswith("embedding: the model parameter of shape (7, 13)")
+
+
 def test_a_weight_that_cannot_be_read_still_claims_its_clone() -> None:
     model = Block(fp32_router=False)
     optimizer = distributed_over([model])

@@ -358,6 +358,37 @@ def test_a_copy_that_moved(move: Callable[[object], None], what: str) -> None:
     assert bits(*held) == before
 
 
+def test_a_copy_that_was_transposed_in_place() -> None:
+    weight, copy = torch.randn(3, 5).bfloat16(), torch.zeros(3, 5)
+    plan = SyncPlan.from_copies([WeightCopies("a", weight, ((1, copy),))])
+    copy.data = copy.data.t()
+    for call in (plan.run, plan.compare):
+        with pytest.raises(RuntimeError, match=r"a, level 1: is now of shape \(5, 3\) and strides \(1, 5\)"):
+            call()
+    assert not copy.any()
+
+
+def test_a_copy_that_changed_its_dtype_in_place() -> None:
+    (weight,) = weights(8)
+    copy = torch.zeros(8)
+    plan = SyncPlan.from_copies([WeightCopies("a", weight, ((2, copy),))])
+    copy.data = copy.data.view(torch.int32)
+    with pytest.raises(RuntimeError, match=r"a, level 2: torch\.float32 is now torch\.int32"):
+        plan.run()
+    assert not copy.any()
+
+
+def test_a_parameter_that_was_transposed_in_place() -> None:
+    model = Block()
+    optimizer = distributed_over([model])
+    plan = plan_sync(optimizer)
+    model.fc1.data = model.fc1.data.t()
+    before = bits(*copies_of(optimizer))
+    with pytest.raises(RuntimeError, match=r"fc1: the model's parameter is now of shape \(7, 11\)"):
+        plan.run()
+    assert bits(*copies_of(optimizer)) == before
+
+
 def test_a_chain_that_lost_a_part() -> None:
     whole = chain(distributed_over([Block()]), distributed_over([Block()]))
     plan = plan_sync(whole)
