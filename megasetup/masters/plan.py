@@ -442,6 +442,16 @@ def _memory_problems(tensors: Sequence[torch.Tensor], columns: _Columns, odd: se
             for index, whole in enumerate(contiguous)
             if not whole
         ]
+    for is_lazy, what, remedy in (
+        (torch.Tensor.is_neg, "negated", "resolve_neg"),
+        (torch.Tensor.is_conj, "conjugate", "resolve_conj"),
+    ):
+        if any(map(is_lazy, tensors)):
+            problems += [
+                (index, f"a {what} view, whose memory holds other values: pass tensor.{remedy}()")
+                for index, tensor in enumerate(tensors)
+                if is_lazy(tensor)
+            ]
     if not all(columns.address):
         problems += [
             (

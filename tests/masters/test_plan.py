@@ -98,6 +98,24 @@ def test_no_ordinary_memory() -> None:
     assert "a: a Quantised is not ordinary memory: pass the tensor that holds its values" in problems
 
 
+def test_negated_views() -> None:
+    (weight,) = weights(8)
+    problems = refused(
+        WeightCopies("a", torch._neg_view(weight), ((1, fp32(8)),)),
+        WeightCopies("b", weight, ((2, torch._neg_view(fp32(8))),)),
+    )
+    assert problems == (
+        "a: a negated view, whose memory holds other values: pass tensor.resolve_neg()",
+        "b, level 2: a negated view, whose memory holds other values: pass tensor.resolve_neg()",
+    )
+
+
+def test_conjugate_views() -> None:
+    (weight,) = weights(8)
+    problems = refused(WeightCopies("a", weight, ((1, torch.zeros(8, dtype=torch.complex64).conj()),)))
+    assert problems[0] == "a, level 1: a conjugate view, whose memory holds other values: pass tensor.resolve_conj()"
+
+
 def test_no_strided_tensor() -> None:
     (weight,) = weights(8)
     target = fp32(8)
