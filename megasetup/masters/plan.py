@@ -407,19 +407,19 @@ class SyncPlan:
 
 def _not_strided(entries: Sequence[Any]) -> list[tuple[int, str]]:
     """Entries that are no tensors, or tensors without an address and strides: (index, what is wrong)."""
-    if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, entries))):
-        return [
-            (index, f"a {type(entry).__module__}.{type(entry).__qualname__} is not a tensor: pass a torch.Tensor")
-            for index, entry in enumerate(entries)
-            if not isinstance(entry, torch.Tensor)
-        ]
-    if set(map(operator.attrgetter("layout"), entries)) <= {torch.strided}:
+    tensors_only = all(issubclass(kind, torch.Tensor) for kind in set(map(type, entries)))
+    if tensors_only and set(map(operator.attrgetter("layout"), entries)) <= {torch.strided}:
         return []
-    return [
-        (index, f"a tensor of layout {entry.layout} has no plain memory: pass a dense one (tensor.to_dense())")
-        for index, entry in enumerate(entries)
-        if entry.layout is not torch.strided
-    ]
+    problems = []
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, torch.Tensor):
+            kind = type(entry)
+            problems.append((index, f"a {kind.__module__}.{kind.__qualname__} is not a tensor: pass a torch.Tensor"))
+        elif entry.layout is not torch.strided:
+            problems.append(
+                (index, f"a tensor of layout {entry.layout} has no plain memory: pass a dense one (tensor.to_dense())")
+            )
+    return problems
 
 
 def _memory_problems(tensors: Sequence[torch.Tensor], columns: _Columns, odd: set[type]) -> list[tuple[int, str]]:
@@ -448,7 +448,7 @@ def _memory_problems(tensors: Sequence[torch.Tensor], columns: _Columns, odd: se
     ):
         if any(map(is_lazy, tensors)):
             problems += [
-                (index, f"a {what} view, whose memory holds other values: pass tensor.{remedy}()")
+                (index, f"a {what} view, whose memory holds other values: hold tensor.{remedy}() in its place")
                 for index, tensor in enumerate(tensors)
                 if is_lazy(tensor)
             ]

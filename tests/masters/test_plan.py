@@ -105,15 +105,18 @@ def test_negated_views() -> None:
         WeightCopies("b", weight, ((2, torch._neg_view(fp32(8))),)),
     )
     assert problems == (
-        "a: a negated view, whose memory holds other values: pass tensor.resolve_neg()",
-        "b, level 2: a negated view, whose memory holds other values: pass tensor.resolve_neg()",
+        "a: a negated view, whose memory holds other values: hold tensor.resolve_neg() in its place",
+        "b, level 2: a negated view, whose memory holds other values: hold tensor.resolve_neg() in its place",
     )
 
 
 def test_conjugate_views() -> None:
     (weight,) = weights(8)
     problems = refused(WeightCopies("a", weight, ((1, torch.zeros(8, dtype=torch.complex64).conj()),)))
-    assert problems[0] == "a, level 1: a conjugate view, whose memory holds other values: pass tensor.resolve_conj()"
+    assert (
+        problems[0]
+        == "a, level 1: a conjugate view, whose memory holds other values: hold tensor.resolve_conj() in its place"
+    )
 
 
 def test_no_strided_tensor() -> None:
@@ -147,6 +150,7 @@ def test_no_tensor() -> None:
     assert caught.value.problems == (
         "a: a builtins.list is not a tensor: pass a torch.Tensor",
         "b, level 1: a builtins.NoneType is not a tensor: pass a torch.Tensor",
+        "b, level 2: a tensor of layout torch.sparse_coo has no plain memory: pass a dense one (tensor.to_dense())",
     )
 
 
