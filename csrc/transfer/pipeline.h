@@ -7,6 +7,8 @@
 // While the CPU keeps up there is always a free slot and every chunk is staged: the wire's 16-bit limit. When it does
 // not (few threads, or eight ranks on one host's memory) the wire is about to run dry with every slot still waiting for
 // the CPU; then the next chunk goes direct. So the rate is never below FP32 over the wire, and the mix finds itself.
+// Two kinds of chunk are always staged: those with pageable host copies, and those of tensors so small that a copy
+// command each would cost more than the wire.
 #pragma once
 
 #include <cstdint>
