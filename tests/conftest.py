@@ -10,10 +10,13 @@ import contextlib
 import functools
 import importlib
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+
+from megasetup import kernels
 
 _NEEDED = {"gpu": 1, "multigpu": 2}
 
@@ -37,3 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = max((_NEEDED.get(mark.name, 0) for mark in item.iter_markers()), default=0)
         if found < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {found}"))
+
+
+@pytest.fixture
+def widen_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.dtype, int]]:
+    """The device, the dtype and the number of sources of each call of `kernels.widened` that has any."""
+    calls: list[tuple[str, torch.dtype, int]] = []
+    widened = kernels.widened
+
+    def counted(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if sources:
+            calls.append((str(sources[0].device), sources[0].dtype, len(sources)))
+        return widened(sources)
+
+    monkeypatch.setattr(kernels, "widened", counted)
+    return calls

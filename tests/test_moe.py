@@ -11,14 +11,14 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
-from megasetup import kernels, moe
+from megasetup import moe
 
 pytest.importorskip("megatron.core")
 
@@ -38,21 +38,6 @@ Call = tuple[str, torch.dtype, int]
 @pytest.fixture(autouse=True)
 def _router_buffers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-
-
-@pytest.fixture
-def widen_calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The device, the dtype and the number of sources of each call of `kernels.widened` that has any."""
-    calls: list[Call] = []
-    widened = kernels.widened
-
-    def counted(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if sources:
-            calls.append((str(sources[0].device), sources[0].dtype, len(sources)))
-        return widened(sources)
-
-    monkeypatch.setattr(kernels, "widened", counted)
-    return calls
 
 
 @pytest.fixture(scope="module")

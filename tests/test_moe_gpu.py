@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import nn
 
-from megasetup import kernels, moe
+from megasetup import moe
 
 pytest.importorskip("megatron.core")
 
@@ -21,21 +19,6 @@ pytestmark = pytest.mark.gpu
 ROUTERS, EXPERTS = 60, 256
 
 Call = tuple[str, torch.dtype, int]
-
-
-@pytest.fixture
-def widen_calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The device, the dtype and the number of sources of each call of `kernels.widened` that has any."""
-    calls: list[Call] = []
-    widened = kernels.widened
-
-    def counted(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if sources:
-            calls.append((str(sources[0].device), sources[0].dtype, len(sources)))
-        return widened(sources)
-
-    monkeypatch.setattr(kernels, "widened", counted)
-    return calls
 
 
 def make_config() -> TransformerConfig:
