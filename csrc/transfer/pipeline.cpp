@@ -6,7 +6,6 @@
 #include <array>
 #include <chrono>
 #include <deque>
-#include <numeric>
 #include <stdexcept>
 
 #include "cpu/feed.h"
@@ -158,7 +157,7 @@ void Pipeline::cut_into_chunks(const std::vector<int64_t>& rows, bool pinned) {
   Chunk chunk{};
   const auto close = [&] {
     if (chunk.pieces == 0) return;
-    // Copies that convert nothing gain nothing by staging, so they need pinned targets only.
+    // Pinned, and of pieces large enough for a copy command each: then it need not be staged.
     chunk.pinned = pinned && chunk.elements / static_cast<int64_t>(chunk.pieces) >=
                                  std::min(kDirectPieceElements, chunk_elements_);
     chunks_.push_back(chunk);
@@ -166,8 +165,7 @@ void Pipeline::cut_into_chunks(const std::vector<int64_t>& rows, bool pinned) {
   };
   for (const int64_t index : rows) {
     const Row& row = rows_[static_cast<size_t>(index)];
-    const int64_t capacity =
-        row.kind == Kind::kCopy4Bytes ? chunk_elements_ / 2 / kPieceAlignment * kPieceAlignment : chunk_elements_;
+    const int64_t capacity = row.kind == Kind::kCopy4Bytes ? chunk_elements_ / 2 : chunk_elements_;
     for (int64_t offset = 0; offset < row.count;) {
       if (chunk.extent >= capacity) close();
       if (chunk.pieces == 0) chunk = {row.kind, pieces_.size(), 0, 0, 0, false};
@@ -185,7 +183,6 @@ void Pipeline::cut_into_chunks(const std::vector<int64_t>& rows, bool pinned) {
 void Pipeline::measure_wire() {
   Resources& r = *resources_;
   const Event start(true), end(true);
-  // The first copies wake the link up.
   const auto bytes = static_cast<size_t>(std::min(kHostSlots * r.host_slot_bytes, kDeviceSlots * r.device_slot_bytes));
   constexpr int kPasses = 4;
   for (int pass = -1; pass < kPasses; ++pass) {  // the first wakes the link up

@@ -74,7 +74,7 @@ class Pipeline {
     size_t pieces;
     int64_t elements;  // of its pieces
     int64_t extent;    // of the slot, gaps included
-    bool pinned;       // every host copy is pinned: it may go direct
+    bool pinned;       // every host copy is pinned and no piece too small: it may go direct
   };
   class Flight;
 

@@ -85,12 +85,13 @@ class Transfer:
         self._jobs = list(jobs)
         self._device = device
         self._pipeline: Any = None
-        for source, *targets in self._jobs:
-            for target in targets:
-                if target is not None:
-                    kind_of(source.dtype, target.dtype)
         module = native.for_device(device)
-        if module is not None and device.type == "cuda":
+        if module is None or device.type != "cuda":
+            for source, *targets in self._jobs:
+                for target in targets:
+                    if target is not None:
+                        kind_of(source.dtype, target.dtype)
+        else:
             rows: array[int] = array("q")
             for source, near, far in self._jobs:
                 if near is not None and far is not None and near.dtype != far.dtype:
