@@ -1,4 +1,5 @@
 // megasetup._C.cpu: the CPU kernels over rows of (kind, source, target, count), and the worker pool's settings.
+#include "cpu/host_memory.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/pool.h"
@@ -51,6 +52,16 @@ void register_cpu(py::module_& module) {
     for (const Comparison& result : results) list.append(to_python(result));
     return list;
   });
+  // A buffer of bytes, which keeps the memory as long as anything was made of it.
+  py::class_<cpu::HostMemory>(cpu_module, "HostMemory", py::buffer_protocol())
+      .def(py::init<size_t>(), py::arg("nbytes"))
+      .def("touch", [](cpu::HostMemory& memory, size_t begin,
+                       size_t end) { without_gil([&] { return memory.touch(begin, end, signal_raised); }); })
+      .def_property_readonly("nbytes", &cpu::HostMemory::size)
+      .def_buffer([](cpu::HostMemory& memory) {
+        return py::buffer_info(reinterpret_cast<unsigned char*>(memory.data()),
+                               static_cast<py::ssize_t>(memory.size()));
+      });
   cpu_module.def("num_threads", [] { return cpu::Pool::instance().num_threads(); });
   cpu_module.def("set_num_threads", [](int threads) {
     const py::gil_scoped_release release;

@@ -2,6 +2,7 @@
 #include "cpu/pool.h"
 #include "gpu/cuda.h"
 #include "python.h"
+#include "transfer/arena.h"
 #include "transfer/pipeline.h"
 
 namespace py = pybind11;
@@ -58,6 +59,10 @@ py::list compare(transfer::Pipeline& pipeline, uintptr_t stream) {
 
 void register_transfer(py::module_& module) {
   auto transfer_module = module.def_submodule("transfer", "The pipeline between GPU weights and their copies");
+  py::class_<transfer::PinnedMemory, cpu::HostMemory>(transfer_module, "PinnedMemory", py::buffer_protocol())
+      .def(py::init<size_t, int>(), py::arg("nbytes"), py::arg("device"))
+      .def("pin", &transfer::PinnedMemory::pin, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("pinned", &transfer::PinnedMemory::pinned);
   py::class_<transfer::Pipeline>(transfer_module, "Pipeline")
       .def(py::init(&make_pipeline), py::arg("device"), py::arg("rows"), py::arg("chunk_elements"))
       .def("run", &run, py::arg("stream"))

@@ -6,25 +6,20 @@
 #include <sys/types.h>
 
 #include <cstddef>
-#include <vector>
+
+#include "transfer/arena.h"
 
 namespace megasetup::transfer {
 
-// Host memory of exactly the bytes asked for (rounded up to a page), on huge pages where the system gives them, first
-// touched by the worker threads (which sit on the GPU's NUMA node), then registered with CUDA.
+// Pinned host memory whose pages are there, near the current device. The worker threads touch it.
 class PinnedBuffer {
  public:
   explicit PinnedBuffer(size_t bytes);
-  ~PinnedBuffer();
-  PinnedBuffer(const PinnedBuffer&) = delete;
-  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
 
-  char* data() const { return data_; }
+  char* data() const { return memory_.data(); }
 
  private:
-  char* data_ = nullptr;
-  size_t bytes_ = 0;
-  pid_t owner_ = 0;  // a forked child shares the mapping but must not touch CUDA
+  PinnedMemory memory_;
 };
 
 class DeviceBuffer {
@@ -68,8 +63,5 @@ class Event {
   cudaEvent_t event_ = nullptr;
   pid_t owner_ = 0;
 };
-
-// The cores of the NUMA node that the device hangs on; empty when the system does not say.
-std::vector<int> cores_near(int device);
 
 }  // namespace megasetup::transfer

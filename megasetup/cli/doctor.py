@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megasetup import kernels
+from megasetup import host, kernels
 from megasetup.cli import machine
 from megasetup.cli.console import facts, gigabytes, title
 from megasetup.cli.wire import measure_wire
@@ -63,7 +63,7 @@ def examine() -> dict[str, Any]:
         devices = [torch.device("cpu"), *(torch.device("cuda", gpu.index) for gpu in gpus)]
         problems = [problem for problem in map(_kernel_problem, devices) if problem]
         threads = kernels.get_num_threads()
-    memory = machine.memory()
+    memory = host.memory()
     return {
         "versions": machine.versions(),
         "kernels": {**asdict(status), "problems": problems},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shlex
 import shutil
 import subprocess
@@ -16,12 +15,12 @@ import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import megasetup
+from megasetup.host import control_groups, memory, read
 
 # Bytes a second of one PCI Express lane, by generation, after line coding.
 _LANE_BANDWIDTH = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -78,31 +77,6 @@ class Gpu:
     link: Link | None
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Host memory in bytes.
-
-    Attributes:
-        total, available: of the machine, as the kernel estimates it.
-        container_limit, container_used: of the tightest control group around this process, None where none limits it.
-        lock_limit: RLIMIT_MEMLOCK, None for unlimited. The NVIDIA driver's pinned memory is not counted against it on
-            most systems; RDMA's is.
-    """
-
-    total: int
-    available: int
-    container_limit: int | None
-    container_used: int | None
-    lock_limit: int | None
-
-    @property
-    def usable(self) -> int:
-        """Bytes that can still be had: what the machine has left, or the container, whichever is less."""
-        if self.container_limit is None:
-            return self.available
-        return min(self.available, self.container_limit - (self.container_used or 0))
-
-
 def versions() -> dict[str, str | None]:
     """Version of each package that matters here, None for one that is not installed."""
     found: dict[str, str | None] = {"megasetup": megasetup.__version__, "python": platform.python_version()}
@@ -115,16 +89,9 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _read(path: str | Path) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
-
-
 def processor() -> str:
     """The processor's name."""
-    for line in (_read("/proc/cpuinfo") or "").splitlines():
+    for line in (read("/proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -137,12 +104,12 @@ def allowed_cores() -> int:
 
 def processor_quota() -> float | None:
     """Cores' worth of time that the control group grants, None for no limit."""
-    for folder in _control_groups():
-        limit = _read(folder / "cpu.max")
+    for folder in control_groups():
+        limit = read(folder / "cpu.max")
         if limit and not limit.startswith("max"):
             quota, period = limit.split()
             return int(quota) / int(period)
-        quota_us, period_us = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        quota_us, period_us = read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")
         if quota_us and period_us and int(quota_us) > 0:
             return int(quota_us) / int(period_us)
     return None
@@ -159,50 +126,8 @@ def local_ranks() -> int:
 
 def huge_pages() -> str | None:
     """The chosen word of /sys/kernel/mm/transparent_hugepage/enabled: always, madvise or never; None if unreadable."""
-    text = _read("/sys/kernel/mm/transparent_hugepage/enabled") or ""
+    text = read("/sys/kernel/mm/transparent_hugepage/enabled") or ""
     return text.partition("[")[2].partition("]")[0] or None
-
-
-def _control_groups() -> list[Path]:
-    """The folders of this process's control groups, innermost first, version 2 and the version 1 controllers."""
-    root = Path("/sys/fs/cgroup")
-    folders: list[Path] = []
-    for line in (_read("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        bases = [root] if not controllers else [root / name for name in {controllers, *controllers.split(",")}]
-        inside = Path(path.lstrip("/"))
-        for base in bases:
-            if base.is_dir():
-                # A container may see its own group mounted as the root, so every ancestor is looked at.
-                folders += [base / part for part in (inside, *inside.parents)]
-    return folders
-
-
-def memory() -> Memory:
-    """Host memory, and what limits it."""
-    kernel = {}
-    for line in (_read("/proc/meminfo") or "").splitlines():
-        name, _, rest = line.partition(":")
-        kernel[name] = int(rest.split()[0]) * 1024
-    limit = used = None
-    for folder in _control_groups():
-        for limit_file, used_file in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            text = _read(folder / limit_file)
-            # Version 1 writes "no limit" as a number near 2^63, so a limit counts only below what the machine has.
-            tightest = kernel.get("MemTotal", 1 << 62) if limit is None else limit
-            if text and text.isdigit() and int(text) < tightest:
-                limit, used = int(text), int(_read(folder / used_file) or 0)
-    lock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return Memory(
-        total=kernel.get("MemTotal", 0),
-        available=kernel.get("MemAvailable", 0),
-        container_limit=limit,
-        container_used=used,
-        lock_limit=None if lock == resource.RLIM_INFINITY else lock,
-    )
 
 
 _SMI_FIELDS = (
@@ -236,7 +161,7 @@ def driver() -> str | None:
     cards = nvidia_smi()
     if cards:
         return cards[0]["driver_version"]
-    loaded = _read("/proc/driver/nvidia/version")
+    loaded = read("/proc/driver/nvidia/version")
     words = loaded.splitlines()[0].split() if loaded else []
     return next((word for word in words if word[0].isdigit() and "." in word), None)
 
@@ -248,11 +173,11 @@ def _number(text: str) -> int | None:
 def _numa(bus_id: str) -> tuple[int | None, int | None]:
     # nvidia-smi writes the domain with eight digits, /sys with four.
     domain, _, rest = bus_id.lower().partition(":")
-    node = _read(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")
+    node = read(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")
     if node is None or not node.isdigit():
         return None, None
     cores: set[int] = set()
-    for part in (_read(f"/sys/devices/system/node/node{node}/cpulist") or "").split(","):
+    for part in (read(f"/sys/devices/system/node/node{node}/cpulist") or "").split(","):
         first, _, last = part.partition("-")
         if first:
             cores.update(range(int(first), int(last or first) + 1))

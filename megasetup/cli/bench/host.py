@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megasetup import kernels
-from megasetup.cli import host_memory, machine
+from megasetup import host, kernels
+from megasetup.cli import host_memory
 from megasetup.cli.console import Steps, gigabytes
 from megasetup.cli.errors import CommandError
 from megasetup.cli.timing import seconds_of, summary
@@ -33,7 +33,7 @@ def measure(elements: int, threads: Sequence[int], repeat: int, progress: Steps)
     Raises:
         CommandError: the tensors do not fit into memory.
     """
-    needed, there = elements * _BYTES_PER_ELEMENT, machine.memory().usable
+    needed, there = elements * _BYTES_PER_ELEMENT, host.memory().usable
     if needed > there:
         fitting = there // _BYTES_PER_ELEMENT // 10**6
         raise CommandError(
@@ -90,7 +90,7 @@ def measure_pinning(nbytes: int, device: torch.device) -> dict[str, Any]:
     """
     # The allocator rounds a block up to a power of two, so that much must be there.
     rounded = 1 << math.ceil(math.log2(nbytes))
-    there = machine.memory().usable
+    there = host.memory().usable
     if rounded > there:
         raise CommandError(
             f"pinning {gigabytes(nbytes)} by torch takes {gigabytes(rounded)} and {gigabytes(there)} is there: "

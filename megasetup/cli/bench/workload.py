@@ -15,7 +15,8 @@ from types import TracebackType
 
 import torch
 
-from megasetup.cli import host_memory, machine
+from megasetup import host
+from megasetup.cli import host_memory
 from megasetup.cli.console import gigabytes
 from megasetup.cli.errors import CommandError
 from megasetup.cli.shapes import Shapes
@@ -64,11 +65,11 @@ def check_memory(elements: int, mode: str, device: torch.device, *, ranks: int =
     on_device = elements * (6 if mode == STANDARD else 2)
     on_host = elements * 4
     spare = 4_000_000_000 if device.type == "cuda" else 200_000_000
-    checks = [("host memory", (on_host + spare / 2) * ranks, machine.memory().usable)]
+    checks = [("host memory", (on_host + spare / 2) * ranks, host.memory().usable)]
     if device.type == "cuda":
         checks.append((f"memory on {device}", on_device + spare, torch.cuda.mem_get_info(device)[0]))
     else:
-        checks = [("host memory", on_host + on_device + spare, machine.memory().usable)]
+        checks = [("host memory", on_host + on_device + spare, host.memory().usable)]
     for what, needed, there in checks:
         if needed > there:
             scale = max(0.01, int(there / needed * 90) / 100)

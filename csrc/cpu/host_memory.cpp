@@ -1,0 +1,50 @@
+#include "cpu/host_memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/pool.h"
+
+namespace megasetup::cpu {
+namespace {
+
+constexpr size_t kBlockBytes = 2 << 20;  // a huge page
+
+size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+}  // namespace
+
+HostMemory::HostMemory(size_t bytes) {
+  const size_t page = page_bytes();
+  size_ = (std::max<size_t>(bytes, 1) + page - 1) / page * page;
+  void* memory = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw std::runtime_error("cannot map " + std::to_string(size_) + " bytes of host memory: " + std::strerror(errno));
+  }
+  data_ = static_cast<char*>(memory);
+  (void)madvise(data_, size_, MADV_HUGEPAGE);
+}
+
+HostMemory::~HostMemory() { (void)munmap(data_, size_); }
+
+bool HostMemory::touch(size_t begin, size_t end, const std::function<bool()>& interrupted) {
+  end = std::min(end, size_);
+  if (begin >= end) return true;
+  const size_t page = page_bytes();
+  const auto touch_block = [&](int64_t block) {
+    const size_t start = begin + static_cast<size_t>(block) * kBlockBytes;
+    // Volatile, so that the stores are made although what they write is there already.
+    volatile char* memory = data_;
+    for (size_t at = start; at < end && at < start + kBlockBytes; at += page) memory[at] = 0;
+  };
+  return Pool::instance().run(static_cast<int64_t>((end - begin + kBlockBytes - 1) / kBlockBytes), touch_block,
+                              interrupted);
+}
+
+}  // namespace megasetup::cpu

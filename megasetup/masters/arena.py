@@ -1,0 +1,205 @@
+"""PinnedArena: one piece of pinned host memory, from which the CPU optimizer's tensors are cut.
+
+torch's pinned allocator rounds every block up to a power of two and clears it with one thread: 57 GB and half a minute
+for 30 GB of clones. Here the sum is known beforehand, so that one mapping of exactly that size is made on huge pages
+near the GPU, touched by all worker threads at once, and registered with CUDA in one call.
+
+The kernel grants any mapping and kills the process when its pages do not fit. So what is free is compared with what is
+asked before the first touch, and again on the way, because the other ranks of the host fill theirs at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from megasetup import host
+from megasetup.kernels import native
+
+# Where every tensor begins: a cache line, and the widest vector store.
+ALIGNMENT = 64
+
+# Between two looks at what is free.
+_SLICE_BYTES = 1 << 30
+
+Shape = int | Sequence[int]
+
+
+class ArenaError(RuntimeError):
+    """The memory of an arena cannot be had or pinned, or is used up. Nothing of a failed arena stays mapped."""
+
+
+def _elements(shape: Shape) -> int:
+    return shape if isinstance(shape, int) else math.prod(shape)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB ({nbytes:,} bytes)" if nbytes < 10**9 else f"{nbytes / 1e9:.2f} GB"
+
+
+def _check_room(nbytes: int, asked: int) -> None:
+    memory = host.memory()
+    if nbytes <= memory.usable:
+        return
+    if memory.container_room < memory.available:
+        limit = (
+            f"the container's memory limit of {_gigabytes(memory.container_limit or 0)} leaves "
+            f"{_gigabytes(memory.container_room)}"
+        )
+        remedy = "raise the container's limit"
+    else:
+        limit = f"the machine has {_gigabytes(memory.available)} available of {_gigabytes(memory.total)}"
+        remedy = "end other processes or use a machine with more memory"
+    progress = "" if nbytes == asked else f" (the last {_gigabytes(nbytes)} of it are not there yet)"
+    raise ArenaError(
+        f"an arena of {_gigabytes(asked)} of host memory was asked for{progress} and {limit}: {remedy}, offload less "
+        "(a lower offload fraction, more ranks to share the optimizer), or run fewer ranks on this host"
+    )
+
+
+def _gpu(device: torch.device | str | int | None) -> torch.device | None:
+    """The GPU to pin for; None where there is none, or the CPU was asked for."""
+    wanted = None if device is None else torch.device(device)
+    if wanted is not None and wanted.type != "cuda":
+        return None
+    if not torch.cuda.is_available() or native.for_device(torch.device("cuda")) is None:
+        return None
+    if wanted is None or wanted.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return wanted
+
+
+class PinnedArena:
+    """Host memory of exactly the bytes asked for, pinned where there is a GPU, to cut tensors from in order.
+
+    The memory is fresh, so it reads as zeros. It lives as long as the arena or any tensor cut from it, and is unpinned
+    and unmapped when the last of them is gone. A child forked while it lives reads what the parent had, and leaves
+    the parent's pins alone.
+
+    Args:
+        nbytes: bytes, as `nbytes_for` counts them; rounded up to a page.
+        device: the GPU it is for: the memory lies on that GPU's NUMA node. The current one by default. With a CPU
+            device, without a usable GPU or without the compiled module's GPU half the memory is the same, unpinned.
+        pin: False leaves it unpinned.
+        on_failure: "raise", or "pageable": memory that cannot be pinned is used unpinned, with a RuntimeWarning.
+
+    Raises:
+        ArenaError: more is asked than the machine or its container has free (nothing has been touched then), or the
+            driver refuses to pin. Nothing stays mapped.
+        ValueError: nbytes is negative, or on_failure is none of the two.
+        KeyboardInterrupt: Ctrl-C while pages are touched.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        device: torch.device | str | int | None = None,
+        pin: bool = True,
+        on_failure: Literal["raise", "pageable"] = "raise",
+    ) -> None:
+        if nbytes < 0:
+            raise ValueError(f"nbytes is {nbytes}: an arena cannot have less than 0 bytes")
+        if on_failure not in ("raise", "pageable"):
+            raise ValueError(f"on_failure is {on_failure!r}: choose 'raise' or 'pageable'")
+        self._nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._used = 0
+        self._pinned = False
+        self._memory: Any = None
+        if not self._nbytes:
+            return
+        _check_room(self._nbytes, self._nbytes)
+        gpu = _gpu(device) if pin else None
+        self._memory = self._mapped(gpu)
+        if gpu is not None:
+            try:
+                self._memory.pin()
+                self._pinned = True
+            except RuntimeError as error:
+                message = self._pinning_problem(error)
+                if on_failure == "raise":
+                    self._memory = None
+                    raise ArenaError(message) from error
+                warnings.warn(f"{message}. It is used unpinned, and copies to and from it are slower", stacklevel=2)
+
+    def _mapped(self, gpu: torch.device | None) -> Any:
+        module = native.load()
+        if module is None:
+            memory = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            return memory
+        try:
+            if gpu is None:
+                memory = module.cpu.HostMemory(self._nbytes)
+            else:
+                memory = module.transfer.PinnedMemory(self._nbytes, gpu.index)
+        except RuntimeError as error:
+            raise ArenaError(f"an arena of {_gigabytes(self._nbytes)} was asked for: {error}") from error
+        for start in range(0, self._nbytes, _SLICE_BYTES):
+            _check_room(self._nbytes - start, self._nbytes)
+            memory.touch(start, start + _SLICE_BYTES)
+        return memory
+
+    def _pinning_problem(self, error: RuntimeError) -> str:
+        memory = host.memory()
+        lock = "unlimited" if memory.lock_limit is None else _gigabytes(memory.lock_limit)
+        container = "none" if memory.container_limit is None else _gigabytes(memory.container_limit)
+        return (
+            f"{_gigabytes(self._nbytes)} of host memory cannot be pinned ({error}). Beside it "
+            f"{_gigabytes(memory.available)} of the machine's {_gigabytes(memory.total)} are free; the container's "
+            f"memory limit is {container}, the locked-memory limit (`ulimit -l`) {lock}. Raise the limit that is too "
+            "low (docker: `--ulimit memlock=-1`, `--memory`), offload less, or let the arena be pageable "
+            "(on_failure='pageable')"
+        )
+
+    @staticmethod
+    def nbytes_for(sizes: Iterable[tuple[Shape, torch.dtype]]) -> int:
+        """The bytes that tensors of these shapes (or element counts) and dtypes take, cut in this order."""
+        end = 0
+        for shape, dtype in sizes:
+            end = _aligned(end) + _elements(shape) * dtype.itemsize
+        return end
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor: contiguous, 64-byte aligned, a storage of exactly its own bytes. Reads as zeros.
+
+        Raises:
+            ArenaError: the arena has not that much left.
+        """
+        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        count = _elements(size)
+        start = _aligned(self._used)
+        end = start + count * dtype.itemsize
+        if end > self._nbytes:
+            raise ArenaError(
+                f"a tensor of shape {size} and {dtype} takes {end - start:,} bytes and the arena has "
+                f"{max(0, self._nbytes - start):,} of its {self._nbytes:,} left: make it of nbytes_for() all tensors"
+            )
+        self._used = end
+        if not count:
+            return torch.empty(size, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole arena: those asked for, rounded up to a page."""
+        return self._nbytes
+
+    @property
+    def used(self) -> int:
+        """Bytes that have been cut, with what aligns them."""
+        return self._used
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the memory is pinned. Tensors cut from it say so themselves."""
+        return self._pinned
