@@ -1,0 +1,152 @@
+"""How far a config agrees with the schema: values of the wrong type, keys that are missing, keys that nobody knows.
+
+pydantic finds them all in one pass. Its words are made for programmers and its paths name the members of unions, so
+both are made anew here from the schema, as the reference page has them.
+"""
+
+import difflib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from megasetup.config.errors import MISSING, ConfigError, ConfigKeyError, ConfigTypeError, Problem, Problems
+
+from .describe import in_words, keys_of, section_in, type_at, walk
+from .key import is_open
+
+type Names = tuple[str | int, ...]
+"""A path below a section: keys, and indices of list items."""
+
+_LIKE = 0.6
+"""How alike two names are when one may be meant by the other."""
+_SURE = 0.8
+"""The same in a section that passes unlisted keys on, where a key may well be right that is not listed."""
+
+
+def check(config: Any, section: Any, path: str, problems: Problems) -> list[Problem]:
+    """Hold a config against a section of the schema.
+
+    Args:
+        config: what YAML gave. Tuples pass for lists, other mappings for dicts, dtypes for their names.
+        section: a TypedDict of the schema.
+        path: the config's own path, "" for none.
+        problems: takes what must be put right.
+
+    Returns:
+        Keys that are not known, each with the nearest known one where there is one.
+    """
+    plain = _plain(config)
+    errors: list[Any] = []
+    try:
+        _adapter(section).validate_python(plain)
+    except ValidationError as invalid:
+        errors = list(invalid.errors(include_url=False))
+    reported: set[Names] = set()
+    unknown: list[Names] = []
+    for error in errors:
+        names = _names(error, plain)
+        if names in reported:
+            continue  # (a union complains once for each of its members)
+        reported.add(names)
+        if error["type"] == "extra_forbidden":
+            unknown.append(names)
+        elif error["type"] == "missing":
+            _add_missing(names, plain, section, path, problems)
+        else:
+            kind = ConfigTypeError if error["type"].endswith("_type") else ConfigError
+            found, wanted = _value(plain, names), type_at(section, names)
+            problems.add(dotted(path, names), found, f"must be {in_words(wanted)}{_hint(found)}", kind)
+    return [warning for names in unknown if (warning := _unknown(names, plain, section, path)) is not None]
+
+
+def dotted(path: str, names: Sequence[str | int]) -> str:
+    """The full path of what stands at `names` below `path`: "policy.generation.stop_token_ids[1]"."""
+    for name in names:
+        path += f"[{name}]" if isinstance(name, int) else f".{name}" if path else name
+    return path
+
+
+@functools.cache
+def _adapter(section: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(section)
+
+
+def _plain(value: Any) -> Any:
+    """Plain containers, as a strict check wants them; a dtype becomes its name."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value)
+    return value
+
+
+def _names(error: Any, plain: Any) -> Names:
+    """Where an error is. (In pydantic's own location the members of a union stand between the keys.)"""
+    *inner, last = error["loc"] or (None,)
+    names: list[str | int] = []
+    for name in (*inner, last):
+        is_key = isinstance(plain, dict) and name in plain
+        is_item = isinstance(plain, list) and isinstance(name, int)
+        if is_key or is_item:
+            plain = plain[name]
+            names.append(name)
+        elif name == last and error["type"] == "missing":
+            names.append(name)
+    return tuple(names)
+
+
+def _value(plain: Any, names: Names) -> Any:
+    for name in names:
+        plain = plain[name]
+    return plain
+
+
+def _add_missing(names: Names, plain: Any, section: Any, path: str, problems: Problems) -> None:
+    *inner, name = names
+    parent = section_in(type_at(section, inner))
+    key = keys_of(parent)[str(name)]
+    beside = [other for other in _value(plain, tuple(inner)) if other not in keys_of(parent)]
+    slip = _nearest(str(name), beside, _LIKE)
+    hint = f"; {dotted(path, (*inner, slip))} looks like a slip of the pen" if slip else ""
+    problems.add(dotted(path, names), MISSING, f"must be given: {in_words(key.type)}{hint}", ConfigKeyError)
+
+
+def _hint(found: Any) -> str:
+    if found is None:
+        return "; leave the key out for its default"
+    if isinstance(found, str):
+        if found.lower() in ("true", "false", "null"):
+            return f"; {found!r} in quotes is text"
+        try:
+            float(found)
+        except ValueError:
+            return ""
+        return f"; YAML read {found} as text: write {float(found)!r} without quotes"
+    return ""
+
+
+def _unknown(names: Names, plain: Any, section: Any, path: str) -> Problem | None:
+    """What to say of a key that is not listed, None where that is no surprise."""
+    *inner, name = names
+    parent = section_in(type_at(section, inner))
+    here = [key for key in keys_of(parent) if key not in _value(plain, tuple(inner))]
+    near = _nearest(str(name), here, _SURE if is_open(parent) else _LIKE)
+    if near is None and is_open(parent):
+        return None
+    meant = dotted(path, (*inner, near)) if near else _elsewhere(str(name), section, path)
+    remedy = f"nothing reads this key; did you mean {meant}?" if meant else "nothing reads this key"
+    return Problem(dotted(path, names), _value(plain, names), remedy)
+
+
+def _nearest(name: str, known: Sequence[str], alike: float) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=alike)), None)
+
+
+def _elsewhere(name: str, section: Any, path: str) -> str | None:
+    """A key of the same name in another part of the config."""
+    found: Iterator[str] = (full for full, key in walk(section, path) if key.name == name)
+    return next(found, None)

@@ -1,0 +1,115 @@
+"""One pass over a config that reports everything wrong with it at once, with full paths.
+
+What a value may be comes from the schema, and nothing is converted on the way: YAML that says "1e-5" where a number
+belongs is a problem, not a number. The rules between settings are those that the setup itself checks later, gathered
+here so that one run shows them all. A key that nobody knows is most often a slip of the pen, so it is reported with the
+nearest known one; it is a warning, because a trainer's files may hold keys of its own, unless the caller is strict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from megasetup.config.errors import ConfigAttributeError, ConfigError, Problem, Problems
+from megasetup.config.schema import PolicyConfig, TrainerConfig, ValueConfig
+from megasetup.config.schema.conform import check
+
+_logger = logging.getLogger("megasetup")
+
+type Rule = Callable[[Mapping[str, Any]], object]
+"""A check between settings of one policy, which raises a ConfigError."""
+
+
+@dataclass
+class Findings:
+    """What one pass found.
+
+    Attributes:
+        problems: what must be put right.
+        warnings: keys that nothing reads. A strict pass puts them among the problems.
+    """
+
+    problems: Problems = field(default_factory=Problems)
+    warnings: list[Problem] = field(default_factory=list)
+
+    def raise_any(self) -> None:
+        """Log the warnings, then raise the problems as one error.
+
+        Raises:
+            ConfigError: there is at least one problem; the error is also of the builtin classes that they are of.
+        """
+        for warning in self.warnings:
+            _logger.warning("%s", warning)
+        self.problems.raise_any()
+
+
+def examine_policy(config: Mapping[str, Any], *, strict: bool = False) -> Findings:
+    """Find everything that is wrong with a policy.
+
+    Args:
+        config: the policy, as YAML gives it. Tuples pass for lists, dtypes for their names.
+        strict: an unknown key is a problem, not a warning.
+    """
+    return _examine(config, PolicyConfig, "policy", ("policy",), strict)
+
+
+def examine_value(config: Mapping[str, Any], *, strict: bool = False) -> Findings:
+    """Find everything that is wrong with a value model; the arguments are those of `examine_policy`."""
+    return _examine(config, ValueConfig, "value", ("value",), strict)
+
+
+def examine_file(config: Mapping[str, Any], *, strict: bool = False) -> Findings:
+    """Find everything that is wrong with a trainer's file: its `policy` and, where there is one, its `value`.
+
+    Args:
+        config: what the file holds (`load_config`). Its other sections are the trainer's and are not looked at.
+        strict: an unknown key is a problem, not a warning.
+    """
+    return _examine(config, TrainerConfig, "", ("policy", "value"), strict)
+
+
+def rules() -> Sequence[Rule]:
+    """The checks between settings that the config alone decides."""
+    from megasetup.config import logprobs, optimizer, parallelism, performance  # (here, because they need torch)
+
+    return (
+        # A provider that has no fields of its own takes all of them.
+        lambda config: parallelism.apply_parallelism_config(SimpleNamespace(), config),
+        performance.fp8_settings,
+        optimizer.validate_optimizer_config,
+        logprobs.validate_chunking_config,
+    )
+
+
+def _examine(config: Any, section: Any, path: str, models: Sequence[str], strict: bool) -> Findings:
+    findings = Findings()
+    unknown = check(config, section, path, findings.problems)
+    if strict:
+        for problem in unknown:
+            findings.problems.add(problem.path, problem.found, problem.remedy, ConfigAttributeError)
+    else:
+        findings.warnings.extend(unknown)
+    for model in models:
+        policy = config if path else config.get(model) if isinstance(config, Mapping) else None
+        if isinstance(policy, Mapping):
+            _apply_rules(policy, model, findings.problems)
+    return findings
+
+
+def _apply_rules(policy: Mapping[str, Any], model: str, problems: Problems) -> None:
+    reported = {problem.path for problem in problems}
+    for rule in rules():
+        try:
+            rule(policy)
+        except ConfigError as error:
+            for problem in error.problems:
+                path = model + problem.path.removeprefix("policy")
+                if path not in reported:  # (what a rule makes of a value of the wrong type is no news)
+                    problems.add(path, problem.found, problem.remedy, type(error))
+        except (TypeError, AttributeError):
+            if not reported:
+                raise
