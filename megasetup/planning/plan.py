@@ -1,0 +1,347 @@
+"""The whole plan: what every rank and every node of a run holds, whether it fits, and how long a sync takes.
+
+Ranks of one pipeline stage hold the same buffers, and differ only in which share of the optimizer's state is theirs. So
+each stage is built once, each share is counted once, and the hundreds of ranks are looked up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from megasetup.planning.buffers import Owned, StageBuffers, lay_out
+from megasetup.planning.memory import (
+    Item,
+    OptimizerMemory,
+    gpu_bytes,
+    host_bytes,
+    merged,
+    model_items,
+    optimizer_items,
+    staging_items,
+)
+from megasetup.planning.shapes import build_chunks, left_out, padded_vocabulary, plain_provider, whole_parameters
+from megasetup.planning.sync_time import Rates, SyncTime, sync_time
+from megasetup.planning.world import ParallelSizes, Place, PlanningError, places, pretended_world
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank and a node have, in bytes.
+
+    Attributes:
+        gpu: memory of one GPU.
+        host: memory of one node.
+        source: where these figures come from, for the reader.
+    """
+
+    gpu: int = 150_109_880_320
+    host: int = 2_000_000_000_000
+    source: str = "DGX H200: 150.1 GB a GPU, 2 TB a node"
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds.
+
+    Attributes:
+        place: where it stands.
+        node: its node.
+        parameters: elements of the parameters that it holds.
+        items: what it holds, in order; names are unique per place in memory.
+        sync: the time of its sync.
+    """
+
+    place: Place
+    node: int
+    parameters: int
+    items: tuple[Item, ...]
+    sync: SyncTime
+
+    @property
+    def gpu(self) -> int:
+        """Bytes on its GPU."""
+        return gpu_bytes(list(self.items))
+
+    @property
+    def host(self) -> int:
+        """Bytes of its node's memory."""
+        return host_bytes(list(self.items))
+
+    @property
+    def pinned(self) -> int:
+        """Of `host`, what is pinned."""
+        return host_bytes(list(self.items), pinned=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            **self.place._asdict(),
+            "node": self.node,
+            "parameters": self.parameters,
+            "gpu_bytes": self.gpu,
+            "host_bytes": self.host,
+            "pinned_bytes": self.pinned,
+            "sync_seconds": self.sync.seconds,
+            "sync_bound": self.sync.bound,
+            "items": [item._asdict() for item in self.items],
+        }
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What one node's ranks hold together.
+
+    Attributes:
+        node: its number.
+        ranks: how many it has.
+        gpu, host, pinned: bytes; `gpu` over all its GPUs.
+    """
+
+    node: int
+    ranks: int
+    gpu: int
+    host: int
+    pinned: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run.
+
+    Attributes:
+        parameters: of the whole model, each counted once, without the vocabulary's padding.
+        sizes: how the run is split.
+        optimizer: what the optimizer's settings say about memory.
+        ranks: of every rank, by rank.
+        nodes: of every node.
+        limits, rates: what they are held against.
+        notes: what the reader should know: what is not counted, and why.
+    """
+
+    parameters: int
+    sizes: ParallelSizes
+    optimizer: OptimizerMemory
+    ranks: tuple[RankPlan, ...]
+    nodes: tuple[NodePlan, ...]
+    limits: Limits
+    rates: Rates
+    notes: tuple[str, ...]
+
+    @property
+    def heaviest(self) -> RankPlan:
+        """The rank with the most on its GPU; of equals, the most on its host, then the first."""
+        return max(self.ranks, key=lambda rank: (rank.gpu, rank.host, -rank.place.rank))
+
+    @property
+    def heaviest_node(self) -> NodePlan:
+        """The node with the most in its memory; of equals, the first."""
+        return max(self.nodes, key=lambda node: (node.host, -node.node))
+
+    @property
+    def slowest_sync(self) -> SyncTime:
+        """The sync that the others wait for."""
+        return max((rank.sync for rank in self.ranks), key=lambda sync: sync.seconds)
+
+    def heaviest_of_stages(self) -> list[RankPlan]:
+        """The rank with the most on its GPU of each pipeline stage, by stage."""
+        stages: dict[int, list[RankPlan]] = defaultdict(list)
+        for rank in self.ranks:
+            stages[rank.place.stage].append(rank)
+        return [
+            max(stages[stage], key=lambda rank: (rank.gpu, rank.host, -rank.place.rank)) for stage in sorted(stages)
+        ]
+
+    @property
+    def fits_gpu(self) -> bool:
+        """No rank holds more than a GPU has. Activations are not counted."""
+        return self.heaviest.gpu <= self.limits.gpu
+
+    @property
+    def fits_host(self) -> bool:
+        """No node's ranks hold more than it has."""
+        return self.heaviest_node.host <= self.limits.host
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_gpu and self.fits_host
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON: every node, and each stage's heaviest rank."""
+        return {
+            "parameters": self.parameters,
+            "sizes": asdict(self.sizes),
+            "optimizer": asdict(self.optimizer),
+            "heaviest_rank": self.heaviest.to_dict(),
+            "heaviest_rank_of_each_stage": [rank.to_dict() for rank in self.heaviest_of_stages()],
+            "nodes": [asdict(node) for node in self.nodes],
+            "heaviest_node": asdict(self.heaviest_node),
+            "sync_seconds": self.slowest_sync.seconds,
+            "sync_bound": self.slowest_sync.bound,
+            "limits": asdict(self.limits),
+            "rates": asdict(self.rates),
+            "fits_gpu": self.fits_gpu,
+            "fits_host": self.fits_host,
+            "fits": self.fits,
+            "notes": list(self.notes),
+        }
+
+
+def plan_run(
+    provider: Any,
+    optimizer_config: Any,
+    ddp_config: Any,
+    *,
+    gpus: int,
+    nodes: int | None = None,
+    limits: Limits | None = None,
+    rates: Rates | None = None,
+    use_tp_pp_dp_mapping: bool = False,
+) -> RunPlan:
+    """Plan a run without a GPU, from the model's real shapes and Megatron's own sharding.
+
+    Args:
+        provider: Megatron-Bridge GPTModelProvider with the run's parallel sizes and dtype; left as it is.
+        optimizer_config: Megatron's OptimizerConfig.
+        ddp_config: Megatron's DistributedDataParallelConfig; use_distributed_optimizer must be on.
+        gpus: how many the run has.
+        nodes: on how many nodes. Default: 8 GPUs each.
+        limits: what a GPU and a node have. Default: a DGX H200.
+        rates: what bounds a sync. Default: figures of H200 hosts.
+        use_tp_pp_dp_mapping: as in Bridge's DistributedInitConfig.
+
+    Raises:
+        PlanningError: what was asked cannot be planned.
+        RuntimeError: this process is a rank of a real run.
+    """
+    _check_kind(optimizer_config, ddp_config)
+    nodes = _node_count(gpus, nodes)
+    limits, rates = limits or Limits(), rates or Rates()
+    sizes = ParallelSizes.of(
+        provider,
+        gpus,
+        optimizer_instances=ddp_config.num_distributed_optimizer_instances,
+        use_tp_pp_dp_mapping=use_tp_pp_dp_mapping,
+    )
+    where = places(sizes)
+    settings = OptimizerMemory.of(optimizer_config)
+    parameters, stages = _build_stages(provider, optimizer_config, ddp_config, sizes, where)
+    shares = _Shares(stages, settings)
+    per_node = gpus // nodes
+    ranks = tuple(
+        RankPlan(
+            place=place,
+            node=place.rank // per_node,
+            parameters=stages[place.stage].parameters,
+            items=shares.items(place.stage, place.shard, place.expert_shard),
+            sync=_sync_of(shares.work(place.stage, place.shard, place.expert_shard), per_node, rates),
+        )
+        for place in where
+    )
+    return RunPlan(
+        parameters=parameters,
+        sizes=sizes,
+        optimizer=settings,
+        ranks=ranks,
+        nodes=tuple(_node(number, ranks[number * per_node : (number + 1) * per_node]) for number in range(nodes)),
+        limits=limits,
+        rates=rates,
+        notes=tuple(left_out(provider)),
+    )
+
+
+def _check_kind(optimizer_config: Any, ddp_config: Any) -> None:
+    if optimizer_config.optimizer not in ("adam", "sgd"):
+        raise PlanningError(f"optimizer is {optimizer_config.optimizer!r}: a plan knows adam and sgd")
+    if not ddp_config.use_distributed_optimizer:
+        raise PlanningError(
+            "use_distributed_optimizer is off: a plan is made for Megatron's distributed optimizer, which CPU offload "
+            "needs too; set it"
+        )
+    if getattr(ddp_config, "use_megatron_fsdp", False):
+        raise PlanningError("use_megatron_fsdp is on: a plan is made for DistributedDataParallel; turn it off")
+
+
+def _node_count(gpus: int, nodes: int | None) -> int:
+    if gpus < 1:
+        raise PlanningError(f"gpus is {gpus}: it must be at least 1")
+    if nodes is None:
+        nodes = max(1, gpus // 8)
+    if nodes < 1 or gpus % nodes:
+        raise PlanningError(f"{gpus} GPUs cannot be spread evenly over {nodes} nodes: give a divisor of {gpus}")
+    return nodes
+
+
+def _build_stages(
+    provider: Any, optimizer_config: Any, ddp_config: Any, sizes: ParallelSizes, where: list[Place]
+) -> tuple[int, list[StageBuffers]]:
+    plain = plain_provider(provider)
+    vocabulary = padded_vocabulary(provider)
+    padding = vocabulary - int(provider.vocab_size)
+    parameters = 0
+    stages = []
+    for stage in range(sizes.pipeline):
+        rank = next(place.rank for place in where if place.stage == stage)
+        with pretended_world(sizes, rank):
+            chunks = build_chunks(plain, vocabulary, stage=stage, stages=sizes.pipeline)
+            stages.append(lay_out(chunks, optimizer_config, ddp_config, stage=stage))
+        parameters += whole_parameters(
+            chunks,
+            tensor=sizes.tensor,
+            expert_tensor=sizes.expert_tensor,
+            expert=sizes.expert,
+            padding=padding,
+        )
+    return parameters, stages
+
+
+class _Shares:
+    """What each share of each stage holds, counted once."""
+
+    def __init__(self, stages: list[StageBuffers], settings: OptimizerMemory) -> None:
+        self._stages = stages
+        self._settings = settings
+        self._model = [model_items(stage) for stage in stages]
+        self.items = lru_cache(maxsize=None)(self._items)
+        self.work = lru_cache(maxsize=None)(self._work)
+        self._owned = lru_cache(maxsize=None)(self._own)
+
+    def _own(self, stage: int, shard: int, expert: bool) -> Owned:
+        return self._stages[stage].owned(shard, expert=expert, fraction=self._settings.fraction)
+
+    def _both(self, stage: int, shard: int, expert_shard: int) -> tuple[Owned, Owned]:
+        return self._owned(stage, shard, False), self._owned(stage, expert_shard, True)
+
+    def _items(self, stage: int, shard: int, expert_shard: int) -> tuple[Item, ...]:
+        items = list(self._model[stage])
+        for owned in self._both(stage, shard, expert_shard):
+            items += optimizer_items(owned, self._settings)
+        return tuple(merged(items + staging_items(self._settings.offload)))
+
+    def _work(self, stage: int, shard: int, expert_shard: int) -> dict[str, int]:
+        """What a sync of these shards moves."""
+        wire = host = device = 0
+        for owned in self._both(stage, shard, expert_shard):
+            wide = owned.elements[owned.offloaded & ~owned.sixteen_bit].sum()
+            narrow = owned.elements[owned.offloaded & owned.sixteen_bit].sum()
+            wire += int(narrow) * 2 + int(wide) * 4
+            host += int(narrow) + int(wide)
+            if self._settings.offload and not self._settings.precision_aware:
+                device += int(owned.elements[owned.sixteen_bit].sum())
+        return {"wire_bytes": wire, "host_elements": host, "device_elements": device}
+
+
+def _sync_of(work: dict[str, int], ranks: int, rates: Rates) -> SyncTime:
+    return sync_time(**work, ranks=ranks, rates=rates)
+
+
+def _node(number: int, ranks: tuple[RankPlan, ...]) -> NodePlan:
+    return NodePlan(
+        node=number,
+        ranks=len(ranks),
+        gpu=sum(rank.gpu for rank in ranks),
+        host=sum(rank.host for rank in ranks),
+        pinned=sum(rank.pinned for rank in ranks),
+    )
