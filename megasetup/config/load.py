@@ -204,8 +204,8 @@ def _apply_override(config: DictConfig, override: str, origins: dict[str, str]) 
     try:
         if match["sign"] == "+" and OmegaConf.select(config, key, default=MISSING) is not MISSING:
             raise config_error(place, "an addition", f"{key} is there already: leave the + out to change it")
-        value = OmegaConf.from_dotlist([f"value={match['value']}"])["value"]
-        OmegaConf.update(config, key, value, merge=True)
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={match['value']}"]), resolve=False)
+        OmegaConf.update(config, key, parsed["value"], merge=True)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -223,7 +223,7 @@ def _check_values(node: DictConfig | ListConfig, path: str, origins: dict[str, s
         elif OmegaConf.is_interpolation(node, key):
             try:
                 node[key]
-            except (OmegaConfBaseException, RecursionError) as error:
+            except OmegaConfBaseException as error:
                 raw: Any = OmegaConf.to_container(node, resolve=False)
                 _add(Problem(full, raw[key], f"cannot be resolved: {_reason(error)}"), origins, problems)
         elif isinstance(node[key], DictConfig | ListConfig):
@@ -241,12 +241,9 @@ def _located(problem: Problem, origins: dict[str, str]) -> Problem:
 
 
 def _reason(error: BaseException) -> str:
-    """The one line of an error that says why. (OmegaConf wraps the errors of resolvers and adds lines of its own.)"""
-    if isinstance(error, RecursionError):
-        return "it leads back to itself"
-    cause = error.__cause__ if isinstance(error.__cause__, KeyError) else error
-    text = str(cause.args[0]) if cause.args else str(cause)
-    return text.splitlines()[0] if text else type(error).__name__
+    """The one line of an error that says why, without what OmegaConf says about where."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return line.partition(" raised while resolving interpolation: ")[2].strip("\"'") or line
 
 
 @contextlib.contextmanager
