@@ -1,0 +1,242 @@
+"""What `megasetup plan` says of a one-GPU run of Qwen2.5-1.5B's shapes, against what that run really allocates.
+
+The model is Megatron-Bridge's own, with Transformer Engine's layers and random weights, in DistributedDataParallel with
+a DistributedOptimizer; nothing is downloaded. GPU memory is what torch's allocator holds after each stage; host memory
+is the tensors that the hybrid optimizer holds, and what the sync's staging takes. Run it alone on a GPU:
+
+    python benchmarks/plan_against_real.py --json benchmarks/results/plan-h200.json
+
+It exits with status 1 when an item of at least 100 MB, or a sum, is off by more than 3%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasetup.compat.bridge import import_bridge
+from megasetup.planning import RunPlan, plan_run
+
+TOLERANCE = 0.03
+SMALL = 100_000_000  # items below this are printed and not judged
+
+QWEN2_5_1_5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+# name: offload fraction (None for no offload), precision-aware, gradients in FP32
+CASES: dict[str, tuple[float | None, bool, bool]] = {
+    "standard, all offloaded": (1.0, False, True),
+    "standard, half offloaded": (0.5, False, True),
+    "precision-aware, all offloaded": (1.0, True, True),
+    "standard, BF16 gradients, none offloaded": (None, False, False),
+}
+
+
+def provider_of(settings: dict[str, Any]) -> Any:
+    """A finalized Bridge provider for a Hugging Face configuration, in BF16."""
+    from megatron.bridge import AutoBridge
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        provider = AutoBridge.from_hf_config(AutoConfig.from_pretrained(folder)).to_megatron_provider(
+            load_weights=False
+        )
+    provider.bf16, provider.params_dtype = True, torch.bfloat16
+    provider.finalize()
+    return provider
+
+
+def configs_of(fraction: float | None, precision_aware: bool, fp32_gradients: bool) -> tuple[Any, Any]:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    offload = {} if fraction is None else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    optimizer = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-5,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        use_precision_aware_optimizer=precision_aware,
+        **offload,
+    )
+    return optimizer, DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=fp32_gradients, overlap_grad_reduce=False
+    )
+
+
+def settled() -> int:
+    """Bytes that torch's GPU allocator holds once garbage is gone."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def measure(optimizer_config: Any, ddp_config: Any) -> tuple[dict[str, int], dict[str, float]]:
+    """Build, step once and sync: bytes by the plan's own item names, and other figures."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    from megasetup import plan_sync
+
+    found: dict[str, int] = {}
+    before = settled()
+    chunks = provider_of(QWEN2_5_1_5B).provide_distributed_model(ddp_config=ddp_config, wrap_with_ddp=True)
+    found["weights + gradients, GPU"] = settled() - before
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+    found["weights, GPU"] = sum(buffer.param_data.nbytes for buffer in buffers)
+    found["gradients, GPU"] = sum(buffer.grad_data.nbytes for buffer in buffers)
+
+    before = settled()
+    start = time.perf_counter()
+    optimizer = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+    made = time.perf_counter() - start
+    shards = settled() - before
+    found["FP32 shards, GPU"] = shards
+    for buffer in buffers:
+        buffer.grad_data.normal_(std=1e-3)
+    before = settled()
+    optimizer.step()
+    found["moments + FP32 gradients of a step, GPU"] = settled() - before
+
+    hybrids = [part.optimizer for part in optimizer.chained_optimizers if hasattr(part.optimizer, "cpu_optimizers")]
+    clones = [clone for hybrid in hybrids for clone in hybrid.gpu_params_map_cpu_copy.values()]
+    gradients = [gradient for hybrid in hybrids for gradient in hybrid.cpu_copy_map_grad.values()]
+    moments = [
+        value
+        for hybrid in hybrids
+        for cpu in hybrid.cpu_optimizers
+        for state in cpu.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
+    found["clones, host"] = sum(clone.nbytes for clone in clones)
+    found["gradient buffers, host"] = sum(gradient.nbytes for gradient in gradients)
+    found["moments, host"] = sum(moment.nbytes for moment in moments)
+    figures: dict[str, float] = {
+        "optimizer_made_seconds": made,
+        "clones_pinned_share": sum(clone.nbytes for clone in clones if clone.is_pinned())
+        / max(1, found["clones, host"]),
+        "pinned_by_torch_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.current", 0),
+    }
+    if hybrids:
+        room = free()
+        plan = plan_sync(optimizer, chunks)
+        found["staging of the sync, GPU"] = room - free()
+        figures["sync_seconds"] = min(plan.run().seconds for _ in range(3))
+    return found, figures
+
+
+def planned(plan: RunPlan) -> dict[str, int]:
+    """The plan's items by the names of `measure`."""
+    items = {(item.name, item.where == "GPU"): item.bytes for item in plan.heaviest.items}
+
+    def of(*names: str, gpu: bool) -> int:
+        return sum(items.get((name, gpu), 0) for name in names)
+
+    return {
+        "weights + gradients, GPU": of("weights", "gradients", gpu=True),
+        "weights, GPU": of("weights", gpu=True),
+        "gradients, GPU": of("gradients", gpu=True),
+        "FP32 shards, GPU": of("FP32 shards", "FP32 working copies", gpu=True),
+        "moments + FP32 gradients of a step, GPU": of("moments", "FP32 gradients of a step", gpu=True),
+        "clones, host": of("clones", gpu=False),
+        "gradient buffers, host": of("gradient buffers", gpu=False),
+        "moments, host": of("moments", gpu=False),
+        "staging of the sync, GPU": of("staging of the sync", gpu=True),
+    }
+
+
+def compare(name: str, plan: RunPlan, found: dict[str, int]) -> tuple[list[dict[str, Any]], bool]:
+    expected = planned(plan)
+    totals = {
+        f"all on the {where.strip()}": [key for key in found if key.endswith(where) and " + gradients," not in key]
+        for where in (" GPU", " host")
+    }
+    rows, good = [], True
+    print(f"\n{name}\n{'':44}{'plan':>14}{'real':>14}{'plan/real':>11}")
+    for item in [*found, *totals]:
+        keys = totals.get(item, [item])
+        want, have = sum(expected[key] for key in keys), sum(found[key] for key in keys)
+        ratio = want / have if have else (1.0 if not want else float("inf"))
+        off = abs(ratio - 1) > TOLERANCE and max(want, have) >= SMALL
+        good &= not off
+        rows.append({"item": item, "plan_bytes": want, "real_bytes": have, "ratio": ratio, "judged_off": off})
+        print(f"{item:44}{want / 1e6:11,.1f} MB{have / 1e6:11,.1f} MB{ratio:11.4f}{'  OFF' if off else ''}")
+    return rows, good
+
+
+def run_case(name: str, plan: RunPlan) -> tuple[dict[str, Any], bool]:
+    found, figures = measure(*configs_of(*CASES[name]))
+    gc.collect()
+    torch.cuda.empty_cache()
+    rows, good = compare(name, plan, found)
+    if "sync_seconds" in figures:
+        print(
+            f"sync: planned {plan.slowest_sync.seconds * 1e3:.1f} ms (bound by the {plan.slowest_sync.bound}), "
+            f"real {figures['sync_seconds'] * 1e3:.1f} ms"
+        )
+    print(f"pinned by torch's allocator: {figures['pinned_by_torch_bytes'] / 1e9:.2f} GB")
+    return {"case": name, "plan": plan.to_dict(), "items": rows, **figures}, good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="only this case (may be given again)")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    import_bridge()
+    names = arguments.case or list(CASES)
+    plans = {name: plan_run(provider_of(QWEN2_5_1_5B), *configs_of(*CASES[name]), gpus=1) for name in names}
+    print(f"parameters: {next(iter(plans.values())).parameters:,}")
+
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    provider_of(QWEN2_5_1_5B).initialize_model_parallel(seed=0)
+    results, good = [], True
+    for name in names:
+        result, this = run_case(name, plans[name])
+        results.append(result)
+        good &= this
+    torch.distributed.destroy_process_group()
+    if arguments.json:
+        from megasetup.cli.machine import environment
+
+        data = {"benchmark": "plan against real", "environment": environment(), "cases": results}
+        arguments.json.write_text(json.dumps(data, indent=2) + "\n")
+    print("\nplan and reality agree within 3%" if good else "\nplan and reality DISAGREE")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
