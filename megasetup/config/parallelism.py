@@ -1,0 +1,66 @@
+"""How the model is split over ranks: tensor, pipeline, context and sequence parallelism.
+
+Expert parallelism stands with the other settings of experts, in moe.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megasetup.config.errors import MISSING, ConfigAssertionError, Problems
+from megasetup.config.fields import MEGATRON, effective, megatron_cfg, same_names, section, set_fields
+from megasetup.config.logprobs import FUSED_KEY, fused_linear_logprobs
+
+FIELDS = same_names(
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "context_parallel_size",
+    "sequence_parallel",
+)
+"""Provider field by key of policy.megatron_cfg."""
+
+
+def apply_parallelism_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
+    """Set the parallel sizes.
+
+    Args:
+        model_cfg: the model provider, changed in place.
+        config: the policy config.
+
+    Raises:
+        ConfigAssertionError: context parallelism without sequence packing, or with fused linear logprobs.
+    """
+    megatron = megatron_cfg(config)
+    problems = Problems()
+    set_fields(model_cfg, megatron, FIELDS, MEGATRON, problems)
+    with problems.collect():
+        _check_context_parallelism(effective(megatron, "context_parallel_size", model_cfg, 1), config)
+    problems.raise_any()
+
+
+def validate_parallelism_config(config: Mapping[str, Any]) -> None:
+    """Check what context parallelism needs, from the config alone.
+
+    Args:
+        config: the policy config.
+
+    Raises:
+        ConfigAssertionError: as `apply_parallelism_config`.
+    """
+    _check_context_parallelism(megatron_cfg(config).get("context_parallel_size"), config)
+
+
+def _check_context_parallelism(size: int | None, config: Mapping[str, Any]) -> None:
+    if size is None or size <= 1:
+        return
+    problems = Problems()
+    because = f"because {MEGATRON}.context_parallel_size is {size}"
+    packed = section(config, "sequence_packing").get("enabled", MISSING)
+    if packed is MISSING or not packed:
+        problems.add("policy.sequence_packing.enabled", packed, f"must be true, {because}", ConfigAssertionError)
+    if fused_linear_logprobs(megatron_cfg(config)):
+        problems.add(FUSED_KEY, True, f"must be false, {because}", ConfigAssertionError)
+    problems.raise_any()

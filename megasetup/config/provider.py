@@ -1,0 +1,65 @@
+"""Where a model provider comes from: a Hugging Face architecture, or the run_config.yaml of a Megatron checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megasetup.compat.bridge import import_bridge
+from megasetup.compat.hf_config import patch_hf_configs
+from megasetup.config.fields import section
+
+RUN_CONFIG = "run_config.yaml"
+_FIRST_ITERATION = "iter_0000000"
+
+
+def provider_from_hf(config: Mapping[str, Any], hf_model_name: str) -> Any:
+    """A provider of a Hugging Face model's architecture, without its weights.
+
+    Args:
+        config: the policy config; hf_config_overrides are applied, megatron_cfg.trust_remote_code is honoured.
+        hf_model_name: a Hugging Face id, or a folder with a config.json.
+
+    Raises:
+        ValueError: Megatron-Bridge does not know the architecture.
+    """
+    patch_hf_configs()
+    kwargs: dict[str, Any] = dict(section(config, "hf_config_overrides"))
+    megatron = section(config, "megatron_cfg")
+    if "trust_remote_code" in megatron:
+        kwargs["trust_remote_code"] = megatron["trust_remote_code"]
+    bridge = import_bridge().AutoBridge.from_hf_pretrained(hf_model_name, **kwargs)
+    return bridge.to_megatron_provider(load_weights=False)
+
+
+def provider_from_checkpoint(pretrained_path: str, rank: int) -> Any:
+    """The provider that a Megatron-Bridge checkpoint was saved with, through Bridge's own loader and its migrations.
+
+    Args:
+        pretrained_path: an iteration's folder, or the folder of a conversion, which holds iteration 0.
+        rank: the global rank, for messages.
+
+    Raises:
+        FileNotFoundError: there is no run_config.yaml.
+        Exception: whatever Bridge's loader raises, with a note on the usual cause.
+    """
+    folder = pretrained_path
+    if not os.path.exists(os.path.join(folder, RUN_CONFIG)):
+        folder = os.path.join(pretrained_path, _FIRST_ITERATION)
+    path = os.path.join(folder, RUN_CONFIG)
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"rank {rank} finds no {path}. Rank 0 probably converted the model to a folder that is not mounted on this "
+            "machine: put HF_HOME, or MEGASETUP_CHECKPOINT_DIR, on storage that all nodes share"
+        )
+    patch_hf_configs()
+    loader = import_bridge("megatron.bridge.training.model_load_save")
+    try:
+        return loader.load_model_config(folder)[0]
+    except Exception as error:
+        error.add_note(
+            f"megasetup: Megatron-Bridge could not load {path}. The usual cause is a checkpoint made by an older "
+            f"Megatron-Bridge: delete {pretrained_path} and run again, and it is converted anew"
+        )
+        raise
