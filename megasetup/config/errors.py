@@ -10,6 +10,7 @@ class here is a ValueError and one of those as well, and an error of several pro
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +21,9 @@ class _Missing:
 
     def __repr__(self) -> str:
         return "missing"
+
+    def __reduce__(self) -> str:
+        return "MISSING"  # (there is one)
 
 
 MISSING: Final = _Missing()
@@ -62,6 +66,10 @@ class ConfigError(ValueError):
         lines = [f"{len(self.problems)} problems in the config:", *(f"  {problem}" for problem in self.problems)]
         return "\n".join(lines)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # (a worker sends its error to the trainer)
+        kinds = tuple(kind for kind in type(self).__mro__ if kind in _KINDS)
+        return _remake, (kinds, self.problems)
+
 
 class ConfigAssertionError(ConfigError, AssertionError):
     """A rule between settings does not hold. Code that was written for an assert catches it too."""
@@ -81,6 +89,28 @@ class ConfigAttributeError(ConfigError, AttributeError):
 
 class ConfigNotImplementedError(ConfigError, NotImplementedError):
     """A setting that is understood and not supported."""
+
+
+_KINDS: Final = (
+    ConfigNotImplementedError,
+    ConfigAttributeError,
+    ConfigTypeError,
+    ConfigKeyError,
+    ConfigAssertionError,
+    ConfigError,
+)
+
+
+@functools.cache
+def _class_of(kinds: frozenset[type[ConfigError]]) -> type[ConfigError]:
+    """The class that is all of these."""
+    # A class that derives from another one stands for it.
+    needed = tuple(kind for kind in _KINDS if kind in kinds and not any(kind in other.__mro__[1:] for other in kinds))
+    return needed[0] if len(needed) == 1 else type("ConfigError", needed, {"__module__": __name__})
+
+
+def _remake(kinds: tuple[type[ConfigError], ...], problems: tuple[Problem, ...]) -> ConfigError:
+    return _class_of(frozenset(kinds))(*problems)
 
 
 def config_error(path: str, found: Any, remedy: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
@@ -129,10 +159,7 @@ class Problems:
             return
         if len(self._errors) == 1:
             raise self._errors[0]
-        # A class that derives from another one stands for it; the order of first appearance keeps the name stable.
-        found = list(dict.fromkeys(type(error) for error in self._errors))
-        kinds = [kind for kind in found if not any(issubclass(other, kind) for other in found if other is not kind)]
-        kind = kinds[0] if len(kinds) == 1 else type("ConfigError", tuple(kinds), {"__module__": __name__})
+        kind = _class_of(frozenset(known for error in self._errors for known in type(error).__mro__ if known in _KINDS))
         raise kind(*self._unique())
 
     def _unique(self) -> list[Problem]:

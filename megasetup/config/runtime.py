@@ -261,9 +261,15 @@ def setup_model_config(
         container = create_megatron_config(model_cfg, checkpoint_config, config, hf_model_name, dtype, fp8_param)
     problems.raise_any()
 
-    if is_fresh or overrides:
-        model_cfg.finalize()
-    model_cfg.__post_init__()
+    try:
+        if is_fresh or overrides:
+            model_cfg.finalize()
+        model_cfg.__post_init__()
+    except Exception as error:
+        error.add_note(
+            f"megasetup: Megatron rejects the model's settings, which come from {hf_model_name} and {MEGATRON}"
+        )
+        raise
     return container, model_cfg
 
 
