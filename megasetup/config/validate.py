@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megasetup.config.errors import ConfigAttributeError, ConfigError, Problem, Problems
+from megasetup.config.fields import megatron_cfg, section
 from megasetup.config.schema import PolicyConfig, TrainerConfig, ValueConfig
 from megasetup.config.schema.conform import check
 
@@ -74,20 +75,26 @@ def examine_file(config: Mapping[str, Any], *, strict: bool = False) -> Findings
 
 def rules() -> Sequence[Rule]:
     """The checks between settings that the config alone decides."""
-    from megasetup.config import logprobs, optimizer, parallelism, performance  # (here, because they need torch)
+    # (here, because they need torch)
+    from megasetup.config import data_parallel, logprobs, optimizer, overrides, parallelism, performance, runtime
 
     return (
+        runtime.validate_policy_config,
         # A provider that has no fields of its own takes all of them.
         lambda config: parallelism.apply_parallelism_config(SimpleNamespace(), config),
         performance.fp8_settings,
         optimizer.validate_optimizer_config,
+        data_parallel.validate_data_parallel_config,
         logprobs.validate_chunking_config,
+        lambda config: overrides.validate_model_override_conflicts(
+            megatron_cfg(config), section(config, "megatron_cfg", "model_overrides")
+        ),
     )
 
 
-def _examine(config: Any, section: Any, path: str, models: Sequence[str], strict: bool) -> Findings:
+def _examine(config: Any, schema: Any, path: str, models: Sequence[str], strict: bool) -> Findings:
     findings = Findings()
-    unknown = check(config, section, path, findings.problems)
+    unknown = check(config, schema, path, findings.problems)
     if strict:
         for problem in unknown:
             findings.problems.add(problem.path, problem.found, problem.remedy, ConfigAttributeError)

@@ -208,9 +208,14 @@ class SharedKeys(TypedDict, total=False):
             "A Megatron checkpoint to start from.", "checkpoint.pretrained_checkpoint", "the converted Hugging Face one"
         ),
     ]
-    train_global_batch_size: Annotated[Size, Key("Samples in a step.", "train.global_batch_size", _TRAINERS)]
+    train_global_batch_size: Annotated[Size, Key("Samples in a step.", "train.global_batch_size", "Bridge's")]
     train_micro_batch_size: Annotated[
-        Size, Key("Samples in one forward pass of training.", "train.micro_batch_size", _TRAINERS)
+        Size,
+        Key(
+            "Samples in one forward pass of training.",
+            "train.micro_batch_size; 1 where batches are cut by tokens",
+            "1",
+        ),
     ]
     logprob_batch_size: Annotated[
         Size, Key("Samples in one forward pass for log-probabilities.", TRAINER, "train_micro_batch_size")
@@ -223,7 +228,7 @@ class SharedKeys(TypedDict, total=False):
             "all at once",
         ),
     ]
-    max_total_sequence_length: Annotated[Size, Key("Tokens of prompt and answer.", "dataset.seq_length", _TRAINERS)]
+    max_total_sequence_length: Annotated[Size, Key("Tokens of prompt and answer.", TRAINER, _TRAINERS)]
     make_sequence_length_divisible_by: Annotated[
         Size, Key("Rows are padded to a multiple of this.", TRAINER, "tensor_model_parallel_size")
     ]
