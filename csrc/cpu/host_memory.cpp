@@ -20,7 +20,7 @@ size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 }  // namespace
 
-HostMemory::HostMemory(size_t bytes) {
+HostMemory::HostMemory(size_t bytes) : owner_(getpid()) {
   const size_t page = page_bytes();
   size_ = (std::max<size_t>(bytes, 1) + page - 1) / page * page;
   void* memory = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -31,7 +31,19 @@ HostMemory::HostMemory(size_t bytes) {
   (void)madvise(data_, size_, MADV_HUGEPAGE);
 }
 
-HostMemory::~HostMemory() { (void)munmap(data_, size_); }
+HostMemory::~HostMemory() {
+  // In a child that was not given it, something else may lie at this address by now.
+  if (kept_from_children_ && !mine()) return;
+  (void)munmap(data_, size_);
+}
+
+void HostMemory::keep_from_children() { kept_from_children_ = madvise(data_, size_, MADV_DONTFORK) == 0; }
+
+void HostMemory::give_to_children() {
+  if (madvise(data_, size_, MADV_DOFORK) == 0) kept_from_children_ = false;
+}
+
+bool HostMemory::mine() const { return getpid() == owner_; }
 
 bool HostMemory::touch(size_t begin, size_t end, const std::function<bool()>& interrupted) {
   end = std::min(end, size_);

@@ -27,9 +27,19 @@ class HostMemory {
   // written into them. Returns false when `interrupted` said so.
   bool touch(size_t begin, size_t end, const std::function<bool()>& interrupted);
 
+ protected:
+  // Children forked from now on have no such memory at all. Pages that a device may write are not shared with a child
+  // but copied at the fork, every one, which takes as much memory again and many seconds.
+  void keep_from_children();
+  void give_to_children();
+  // False in a forked child.
+  bool mine() const;
+
  private:
   char* data_ = nullptr;
   size_t size_ = 0;
+  pid_t owner_;
+  bool kept_from_children_ = false;
 };
 
 }  // namespace megasetup::cpu

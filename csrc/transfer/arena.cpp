@@ -1,7 +1,5 @@
 #include "transfer/arena.h"
 
-#include <unistd.h>
-
 #include <cctype>
 #include <fstream>
 #include <sstream>
@@ -12,12 +10,12 @@
 
 namespace megasetup::transfer {
 
-PinnedMemory::PinnedMemory(size_t bytes, int device) : cpu::HostMemory(bytes), device_(device), owner_(getpid()) {
+PinnedMemory::PinnedMemory(size_t bytes, int device) : cpu::HostMemory(bytes), device_(device) {
   cpu::Pool::instance().set_cores(cores_near(device));
 }
 
 PinnedMemory::~PinnedMemory() {
-  if (!pinned_ || getpid() != owner_) return;
+  if (!pinned_ || !mine()) return;
   // Errors are of no use here: at the end of the process CUDA may be gone already, and the pins with it.
   int previous = 0;
   if (cudaGetDevice(&previous) == cudaSuccess && cudaSetDevice(device_) == cudaSuccess) {
@@ -31,8 +29,10 @@ PinnedMemory::~PinnedMemory() {
 void PinnedMemory::pin() {
   if (pinned_) return;
   const gpu::DeviceGuard guard(device_);
-  gpu::check(cudaHostRegister(data(), size(), cudaHostRegisterPortable),
-             ("pinning " + std::to_string(size()) + " bytes of host memory").c_str());
+  keep_from_children();
+  const cudaError_t status = cudaHostRegister(data(), size(), cudaHostRegisterPortable);
+  if (status != cudaSuccess) give_to_children();
+  gpu::check(status, ("pinning " + std::to_string(size()) + " bytes of host memory").c_str());
   pinned_ = true;
 }
 

@@ -2,8 +2,6 @@
 // same at a tenth of the speed, and torch's on top of it rounds every block up to a power of two.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstddef>
 #include <vector>
 
@@ -15,17 +13,17 @@ class PinnedMemory : public cpu::HostMemory {
  public:
   // Maps the memory, to be touched by worker threads on the NUMA node of `device`. Not pinned yet.
   PinnedMemory(size_t bytes, int device);
-  // Waits for the device, so that no copy is under way, then unpins. A forked child leaves the driver alone.
+  // Waits for the device, so that no copy is under way, then unpins. A forked child must not touch CUDA, and does not.
   ~PinnedMemory() override;
 
-  // Registers all of it, for every device. Throws std::runtime_error with CUDA's reason.
+  // Registers all of it, for every device; forked children do not have it from then on. Throws std::runtime_error
+  // with CUDA's reason.
   void pin();
   bool pinned() const { return pinned_; }
 
  private:
   int device_;
   bool pinned_ = false;
-  pid_t owner_;  // a forked child shares the mapping but must not touch CUDA
 };
 
 // The cores of the NUMA node that the device hangs on; empty when the system does not say.

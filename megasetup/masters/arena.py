@@ -82,8 +82,11 @@ class PinnedArena:
     """Host memory of exactly the bytes asked for, pinned where there is a GPU, to cut tensors from in order.
 
     The memory is fresh, so it reads as zeros. It lives as long as the arena or any tensor cut from it, and is unpinned
-    and unmapped when the last of them is gone. A child forked while it lives reads what the parent had, and leaves
-    the parent's pins alone.
+    and unmapped when the last of them is gone. One thread cuts at a time.
+
+    A forked child never unpins it. Unpinned memory is the child's as any other memory is. Pinned memory is not there
+    in a child, and reading it ends the child (SIGSEGV): the kernel would have to copy every pinned page at the fork,
+    so that each data loader's worker took as much memory again. Clone what a child is to read before forking.
 
     Args:
         nbytes: bytes, as `nbytes_for` counts them; rounded up to a page.
@@ -129,9 +132,10 @@ class PinnedArena:
                 if on_failure == "raise":
                     self._memory = None
                     raise ArenaError(message) from error
-                warnings.warn(f"{message}. It is used unpinned, and copies to and from it are slower", stacklevel=2)
+                warnings.warn(f"copies to and from the arena are slower: {message}", RuntimeWarning, stacklevel=2)
 
     def _mapped(self, gpu: torch.device | None) -> Any:
+        memory: Any = None
         module = native.load()
         if module is None:
             memory = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -142,22 +146,31 @@ class PinnedArena:
                 memory = module.cpu.HostMemory(self._nbytes)
             else:
                 memory = module.transfer.PinnedMemory(self._nbytes, gpu.index)
+            for start in range(0, self._nbytes, _SLICE_BYTES):
+                _check_room(self._nbytes - start, self._nbytes)
+                memory.touch(start, start + _SLICE_BYTES)
+        except ArenaError:
+            memory = None  # the traceback would keep it mapped
+            raise
         except RuntimeError as error:
+            memory = None
             raise ArenaError(f"an arena of {_gigabytes(self._nbytes)} was asked for: {error}") from error
-        for start in range(0, self._nbytes, _SLICE_BYTES):
-            _check_room(self._nbytes - start, self._nbytes)
-            memory.touch(start, start + _SLICE_BYTES)
+        except KeyboardInterrupt:
+            memory = None
+            raise
         return memory
 
     def _pinning_problem(self, error: RuntimeError) -> str:
         memory = host.memory()
-        lock = "unlimited" if memory.lock_limit is None else _gigabytes(memory.lock_limit)
-        container = "none" if memory.container_limit is None else _gigabytes(memory.container_limit)
+        if memory.lock_limit is not None and memory.lock_limit < self._nbytes:
+            limit = f"the locked-memory limit (`ulimit -l`) of {_gigabytes(memory.lock_limit)} is lower"
+            remedy = "raise it (`ulimit -l unlimited`; docker: `--ulimit memlock=-1`)"
+        else:
+            limit = "no limit of this process is lower, so the driver or the system ran out of what it pins with"
+            remedy = "end other processes that pin memory, or offload less"
         return (
-            f"{_gigabytes(self._nbytes)} of host memory cannot be pinned ({error}). Beside it "
-            f"{_gigabytes(memory.available)} of the machine's {_gigabytes(memory.total)} are free; the container's "
-            f"memory limit is {container}, the locked-memory limit (`ulimit -l`) {lock}. Raise the limit that is too "
-            "low (docker: `--ulimit memlock=-1`, `--memory`), offload less, or let the arena be pageable "
+            f"{_gigabytes(self._nbytes)} of host memory cannot be pinned ({error}). It is there, with "
+            f"{_gigabytes(memory.usable)} free beside it, and {limit}: {remedy}, or use it unpinned "
             "(on_failure='pageable')"
         )
 
