@@ -125,6 +125,8 @@ def test_ranks_are_timed_alone_and_together():
     assert found["verified"]
     best = max(answer["alone_elements_per_second"] for answer in found["ranks"])
     assert math.isclose(found["sum_over_one_alone"], found["median_sum_elements_per_second"] / best)
+    written = sum(answer["host_write_bandwidth"] for answer in found["ranks"])
+    assert math.isclose(found["share_of_host_writes"], found["median_sum_elements_per_second"] * 4 / written)
 
 
 def test_a_failing_rank_is_reported_with_its_reason():

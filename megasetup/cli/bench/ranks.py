@@ -2,7 +2,7 @@
 
 Every wire is its own, but the host's memory is shared: what N ranks reach together, against one alone, shows whether
 the pipeline leaves the memory enough room. Each rank is timed alone first, while the others wait, then all together
-from a common start.
+from a common start. Last, all write into their clones at once and read nothing, which is what the memory can take.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import multiprocessing
 from megasetup import kernels
 from megasetup.cli.bench.workload import LEVELS, Buffers, Workload, check_memory, flat_elements
 from megasetup.cli.errors import CommandError
+from megasetup.cli.host_writes import measure_host_writes
 from megasetup.cli.shapes import Shapes
 from megasetup.cli.timing import seconds_of
 from megasetup.masters import SyncPlan
@@ -150,12 +151,15 @@ def _rank(rank: int, options: Options, barrier: Barrier) -> dict[str, Any]:
             reports.append(report.to_dict())
         barrier.wait(_PHASE_SECONDS)
         wrong = workload.wrong(levels)
+        barrier.wait(_PHASE_SECONDS)
+        writes = measure_host_writes(buffers.clones)
     return {
         "device": str(device),
         "threads": kernels.get_num_threads(),
         "alone_seconds": alone,
         "together_seconds": together,
         "together_reports": reports,
+        "host_write_bandwidth": writes,
         "wrong": wrong,
     }
 
@@ -171,6 +175,7 @@ def _combine(options: Options, ranks: Sequence[dict[str, Any]]) -> dict[str, Any
     ]
     # The fastest rank alone, so that a slow neighbour does not flatter the ratio.
     best_alone = max(answer["alone_elements_per_second"] for answer in ranks)
+    writes = sum(answer["host_write_bandwidth"] for answer in ranks)
     return {
         "shapes": options.shapes.name,
         "tensors": len(options.shapes.tensors),
@@ -181,5 +186,7 @@ def _combine(options: Options, ranks: Sequence[dict[str, Any]]) -> dict[str, Any
         "median_sum_elements_per_second": statistics.median(sums),
         "best_alone_elements_per_second": best_alone,
         "sum_over_one_alone": statistics.median(sums) / best_alone,
+        "host_write_bandwidth": writes,
+        "share_of_host_writes": statistics.median(sums) * 4 / writes,
         "verified": not any(answer["wrong"] for answer in ranks),
     }

@@ -108,7 +108,11 @@ def show_ranks(data: dict[str, Any], console: Console) -> None:
     rows.add_section()
     rows.add_row("sum", "", rate(data["median_sum_elements_per_second"]), "", "")
     console.print(rows)
-    console.print(f"Together {times(data['sum_over_one_alone'])} the rate of the faster rank alone.")
+    console.print(
+        f"Together {times(data['sum_over_one_alone'])} the rate of the faster rank alone, and "
+        f"{data['share_of_host_writes']:.0%} of what the host's memory takes from all ranks at once "
+        f"({rate(data['host_write_bandwidth'] / 4)} G FP32 elements/s written, nothing read)."
+    )
 
 
 def show_expert_bias(data: dict[str, Any], console: Console) -> None:
