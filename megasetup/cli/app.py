@@ -169,6 +169,49 @@ def host(
         )
 
 
+_Config = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A trainer's config file.")]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, as in policy.precision=float16."),
+]
+
+
+@app.command()
+def plan(
+    config: _Config,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run.")],
+    overrides: _Overrides = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the run. Default: 8 GPUs each.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0, help="GB of a GPU. Default: this machine's, else an H200's 150.1.")
+    ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(min=0, help="GB of a node. Default: this machine's if it has a GPU, else 2000.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time syncs by this machine's wire and cores, measured now.")
+    ] = False,
+    json_file: _Json = None,
+) -> None:
+    """Say what a run will hold on each GPU and node, whether it fits, and how long a sync takes. Needs no GPU."""
+    with _messages() as console:
+        from megasetup.cli.plan import run
+
+        fits = run(
+            console,
+            config,
+            overrides or (),
+            gpus=gpus,
+            nodes=nodes,
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            measure=measure,
+            json_file=json_file,
+        )
+    if not fits:
+        raise typer.Exit(1)
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the model and for what was found.")] = Path("demo-output"),

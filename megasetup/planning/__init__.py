@@ -2,6 +2,7 @@
 
 from megasetup.planning.memory import Item, OptimizerMemory
 from megasetup.planning.plan import Limits, NodePlan, RankPlan, RunPlan, plan_run
+from megasetup.planning.policy import plan_policy
 from megasetup.planning.sync_time import Rates, SyncTime, sync_time
 from megasetup.planning.world import ParallelSizes, Place, PlanningError, places, pretended_world
 
@@ -18,6 +19,7 @@ __all__ = [
     "RunPlan",
     "SyncTime",
     "places",
+    "plan_policy",
     "plan_run",
     "pretended_world",
     "sync_time",

@@ -69,13 +69,18 @@ class OptimizerMemory:
         moments: tuple[int, ...] = (config.exp_avg_dtype.itemsize, config.exp_avg_sq_dtype.itemsize)
         if config.optimizer != "adam":
             plain = moments = (4,) if config.sgd_momentum else ()
-        aware = bool(config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+        # (what OptimizerConfig.finalize works out, which on a machine without Transformer Engine refuses to)
+        aware = config.use_precision_aware_optimizer and (
+            config.optimizer_cpu_offload
+            or config.main_params_dtype != torch.float32
+            or config.fp8_recipe in (None, "delayed")
+        )
         # Of an FP32 master, the fused optimizer may keep the 16 bits that the BF16 parameter does not have.
         remainders = aware and config.store_param_remainders and config.main_params_dtype == torch.float32
         return cls(
             offload=bool(config.optimizer_cpu_offload),
             fraction=float(config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0.0,
-            precision_aware=aware,
+            precision_aware=bool(aware),
             master_bytes=2 if remainders and config.bf16 else config.main_params_dtype.itemsize,
             moments=moments,
             hybrid_moments=plain,

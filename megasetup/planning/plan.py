@@ -7,7 +7,7 @@ each stage is built once, each share is counted once, and the hundreds of ranks 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -167,6 +167,10 @@ class RunPlan:
     @property
     def fits(self) -> bool:
         return self.fits_gpu and self.fits_host
+
+    def with_notes(self, *notes: str) -> RunPlan:
+        """The same plan with more to know."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON: every node, and each stage's heaviest rank."""

@@ -122,8 +122,6 @@ def left_out(provider: Any) -> list[str]:
     notes = []
     if type(provider).provide is not module.GPTModelProvider.provide:
         notes.append(f"{name} builds its model itself; what it adds to the decoder (a vision tower) is not counted.")
-    if provider.fp8 and getattr(provider, "fp8_param", False):
-        notes.append("FP8 parameters are counted as 16-bit ones.")
     return notes
 
 
