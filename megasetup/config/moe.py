@@ -26,6 +26,7 @@ FIELDS = same_names(
     "moe_flex_dispatcher_backend",
     "moe_shared_expert_overlap",
     "moe_permute_fusion",
+    "moe_per_layer_logging",
     "moe_grouped_gemm",
     "moe_pad_experts_for_cuda_graph_inference",
     "inference_moe_token_dispatcher_type",
@@ -52,7 +53,7 @@ def apply_moe_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
     megatron = megatron_cfg(config)
     problems = Problems()
     set_fields(model_cfg, megatron, FIELDS, MEGATRON, problems)
-    for key in NUM_SMS:
+    for key in reversed(NUM_SMS):  # (where both are given, the newer name wins)
         if key in megatron:
             with problems.collect():
                 set_field(model_cfg, _num_sms_field(model_cfg), megatron[key], f"{MEGATRON}.{key}")

@@ -1,0 +1,103 @@
+"""Parallel sizes: each reaches its field as it is, and context parallelism has what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bridge_providers import changes, policy, provider
+
+from megasetup.config.parallelism import apply_parallelism_config, validate_parallelism_config
+
+PACKED = {"sequence_packing": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tensor_model_parallel_size", 4),
+        ("pipeline_model_parallel_size", 2),
+        ("num_layers_in_first_pipeline_stage", 1),
+        ("num_layers_in_last_pipeline_stage", 3),
+        ("sequence_parallel", True),
+    ],
+)
+def test_a_key_sets_its_field_and_no_other(key: str, value: Any) -> None:
+    model_cfg = provider()
+    apply_parallelism_config(model_cfg, policy(**{key: value}))
+    assert changes(model_cfg) == {key: value}
+
+
+def test_absent_keys_leave_the_provider_alone() -> None:
+    model_cfg = provider()
+    model_cfg.tensor_model_parallel_size = 8
+    apply_parallelism_config(model_cfg, policy())
+    assert changes(model_cfg) == {"tensor_model_parallel_size": 8}
+
+
+def test_false_and_none_are_honoured() -> None:
+    model_cfg = provider()
+    model_cfg.sequence_parallel = True
+    model_cfg.num_layers_in_first_pipeline_stage = 3
+    apply_parallelism_config(model_cfg, policy(sequence_parallel=False, num_layers_in_first_pipeline_stage=None))
+    assert changes(model_cfg) == {}
+
+
+def test_context_parallelism_with_sequence_packing() -> None:
+    model_cfg = provider()
+    apply_parallelism_config(model_cfg, PACKED | policy(context_parallel_size=2))
+    assert changes(model_cfg) == {"context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("packing", "found"), [(None, "missing"), ({}, "missing"), ({"enabled": False}, "False")])
+def test_context_parallelism_needs_sequence_packing(packing: Any, found: str) -> None:
+    config = policy(context_parallel_size=2) | {"sequence_packing": packing}
+    message = (
+        rf"policy\.sequence_packing\.enabled is {found}: must be true, "
+        r"because policy\.megatron_cfg\.context_parallel_size is 2"
+    )
+    with pytest.raises(AssertionError, match=message) as raised:
+        apply_parallelism_config(provider(), config)
+    assert isinstance(raised.value, ValueError)
+    with pytest.raises(ValueError, match=message):
+        validate_parallelism_config(config)
+
+
+def test_context_parallelism_of_the_checkpoint_needs_sequence_packing_too() -> None:
+    model_cfg = provider()
+    model_cfg.context_parallel_size = 4
+    with pytest.raises(AssertionError, match="context_parallel_size is 4"):
+        apply_parallelism_config(model_cfg, policy())
+
+
+def test_context_parallelism_excludes_fused_linear_logprobs() -> None:
+    config = PACKED | policy(context_parallel_size=2, use_fused_linear_logprobs=True)
+    with pytest.raises(AssertionError, match=r"use_fused_linear_logprobs is True: must be false, because"):
+        apply_parallelism_config(provider(), config)
+    apply_parallelism_config(provider(), PACKED | policy(context_parallel_size=2, use_fused_linear_logprobs=False))
+    apply_parallelism_config(provider(), policy(context_parallel_size=1, use_fused_linear_logprobs=True))
+
+
+def test_both_problems_come_together() -> None:
+    with pytest.raises(ValueError, match="2 problems") as raised:
+        validate_parallelism_config(policy(context_parallel_size=2, use_fused_linear_logprobs=True))
+    assert "sequence_packing" in str(raised.value)
+    assert "use_fused_linear_logprobs" in str(raised.value)
+
+
+@pytest.mark.parametrize("config", [{}, {"megatron_cfg": None}])
+def test_a_config_without_megatron_cfg_is_a_key_error(config: dict[str, Any]) -> None:
+    with pytest.raises(KeyError) as raised:
+        apply_parallelism_config(provider(), config)
+    assert "policy.megatron_cfg is missing" in str(raised.value)
+
+
+def test_a_section_that_is_no_mapping_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"policy\.megatron_cfg is \[1\]: must be a mapping"):
+        apply_parallelism_config(provider(), {"megatron_cfg": [1]})
+
+
+def test_the_config_is_not_changed() -> None:
+    config = PACKED | policy(context_parallel_size=2, tensor_model_parallel_size=2)
+    apply_parallelism_config(provider(), config)
+    assert config == PACKED | policy(context_parallel_size=2, tensor_model_parallel_size=2)
