@@ -1,0 +1,180 @@
+"""What the setup needs of Megatron-Bridge beyond its public functions: the only file of this package that knows it.
+
+tests/model/test_bridge_names.py pins these names against the installed Bridge, so that a rename fails there and not on
+a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megasetup.compat.bridge import import_bridge
+
+type Ranks = Callable[..., list[int]]
+
+
+def quietly[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """The function without the warnings of Bridge about its own coming changes, which its user can do nothing about."""
+
+    @functools.wraps(function)
+    def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", message=".*is deprecated and will be removed")
+            return function(*args, **kwargs)
+
+    return quiet
+
+
+def embedding_ranks(model_cfg: Any, wanted: Ranks | None) -> Ranks | None:
+    """The caller's choice of ranks that hold the embedding, else Bridge's for this kind of model."""
+    setup = import_bridge("megatron.bridge.training.setup")
+    ranks: Ranks | None = setup._resolve_embedding_ranks_fn(model_cfg, wanted)
+    return ranks
+
+
+def load_weights_from(path: str, state: Any, chunks: list[Any]) -> None:
+    """Load a checkpoint's weights, and nothing else of it, into model chunks that are not wrapped yet.
+
+    Args:
+        path: a checkpoint's root or one iteration's folder.
+        state: the GlobalState; its config is left as it was.
+        chunks: the model's chunks.
+    """
+    checkpointing = import_bridge("megatron.bridge.training.checkpointing")
+    settings = state.cfg.checkpoint
+    finetune = settings.finetune
+    settings.finetune = True  # (so that no optimizer, random number or iteration is read)
+    try:
+        quietly(checkpointing._load_checkpoint_from_path)(
+            load_dir=path,
+            state=state,
+            model=chunks,
+            optimizer=None,
+            opt_param_scheduler=None,
+            checkpointing_context={},
+            ignore_ckpt_step=True,
+        )
+    finally:
+        settings.finetune = finetune
+
+
+def load_checkpoint(state: Any, chunks: list[Any], optimizer: Any, scheduler: Any, context: dict[str, Any]) -> None:
+    """Load what state.cfg.checkpoint says: the resume checkpoint if there is one, else the pretrained one's weights."""
+    checkpointing = import_bridge("megatron.bridge.training.checkpointing")
+    quietly(checkpointing.load_checkpoint)(
+        state,
+        chunks,
+        optimizer,
+        scheduler,
+        checkpointing_context=context,
+        skip_load_to_model_and_opt=state.cfg.dist.use_torch_fsdp2,
+    )
+
+
+def is_checkpoint(path: str | None) -> bool:
+    """Whether a folder holds a checkpoint that Bridge can load: its own, Megatron's, or a Hugging Face one."""
+    utils = import_bridge("megatron.bridge.training.utils.checkpoint_utils")
+    if path is None:
+        return False
+    return bool(utils.checkpoint_exists(path) or utils.is_hf_checkpoint_dir(path))
+
+
+def saved_optimizer(path: str) -> bool:
+    """Whether the checkpoint that a resume would load has optimizer state; True where it does not say.
+
+    Collective: every rank calls it.
+    """
+    checkpointing = import_bridge("megatron.bridge.training.checkpointing")
+    utils = import_bridge("megatron.bridge.training.utils.checkpoint_utils")
+    folder = path
+    if not utils.is_checkpoint_iteration_directory(path):
+        iteration, release = checkpointing._resolve_checkpoint_iteration(path, None)
+        if iteration < 0 and not release:
+            return True
+        folder = utils.get_checkpoint_name(path, iteration, release)
+    file = utils.get_checkpoint_run_config_filename(folder)
+    if not utils.file_exists(file):
+        return True
+    return bool(utils.read_run_config(file).get("checkpoint", {}).get("save_optim", True))
+
+
+def new_process_groups(model_cfg: Any) -> Any:
+    """Process groups of their own for a model with these parallel sizes, over all ranks, beside Megatron's.
+
+    Collective: every rank calls it, in the same order as other calls that make groups.
+    """
+    initialize = import_bridge("megatron.bridge.training.initialize")
+    return initialize._create_pg_collection(model_cfg, num_distributed_optimizer_instances=1)
+
+
+def initialize(cfg: Any, get_embedding_ranks: Ranks | None, get_position_embedding_ranks: Ranks | None) -> Any:
+    """Megatron's parallel state, random seeds, rerun state and micro-batch calculator for a config.
+
+    Bridge's own initialize_megatron also compiles Megatron's dataset helpers, which a trainer with its own data does
+    not need, and which asks for a compiler and a writable site-packages.
+
+    Returns:
+        The process groups.
+
+    Raises:
+        RuntimeError: the parallel state is up already with other sizes.
+    """
+    bridge = import_bridge("megatron.bridge.training.initialize")
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    _check_existing(parallel_state, cfg.model)
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        dist.get_rank() if dist.is_initialized() else 0,
+        cfg.train.rampup_batch_size,
+        cfg.train.global_batch_size,
+        cfg.train.micro_batch_size,
+        cfg.data_parallel_size,
+        cfg.train.decrease_batch_size_if_needed,
+    )
+    bridge.init_rerun_state(cfg.rerun_state_machine)
+    return quietly(bridge.torch_dist_init)(
+        model_config=cfg.model,
+        dist_config=cfg.dist,
+        rng_config=cfg.rng,
+        micro_batch_size=cfg.train.micro_batch_size,
+        num_distributed_optimizer_instances=cfg.ddp.num_distributed_optimizer_instances,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+        skip_mpu_initialization=False,
+    )
+
+
+def _check_existing(parallel_state: Any, model_cfg: Any) -> None:
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    sizes = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    wrong = {name: size for name, size in sizes.items() if (getattr(model_cfg, name, 1) or 1) != size}
+    if wrong:
+        found = ", ".join(f"{name} {size}, wanted {getattr(model_cfg, name)}" for name, size in wrong.items())
+        raise RuntimeError(
+            f"Megatron's parallel state is up already with other sizes ({found}): call destroy_parallel_state() and "
+            "setup_distributed() first"
+        )
+
+
+@contextlib.contextmanager
+def economical_state_loading(optimizer: Any) -> Iterator[None]:
+    """Bridge's way to load Adam's moments without a second copy of them, where this Bridge has it."""
+    optim = import_bridge("megatron.bridge.training.optim")
+    economical = getattr(optim, "memory_efficient_fp32_optimizer_state_loading", None)
+    with contextlib.nullcontext() if economical is None else economical(optimizer):
+        yield

@@ -1,0 +1,180 @@
+"""What happens to a model between its construction and its wrapping: freezing, adapters, the caller's own changes.
+
+Each hook takes the list of model chunks and returns it. They run in one order, which `pre_wrap_hooks` knows: routers
+are frozen first and the model's own freeze() follows, because LoRA freezes all the rest itself and must find what is
+left to adapt; the caller's hooks see the finished model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megasetup.compat.bridge import import_bridge
+from megasetup.config.dtypes import to_dtype
+from megasetup.config.errors import (
+    MISSING,
+    ConfigAssertionError,
+    ConfigAttributeError,
+    ConfigNotImplementedError,
+    Problems,
+    config_error,
+)
+from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
+from megasetup.config.logprobs import FUSED_KEY, fused_linear_logprobs
+from megasetup.model.bridge import is_checkpoint, load_weights_from
+from megasetup.moe import find_routers
+
+_logger = logging.getLogger("megasetup")
+
+type Hook = Callable[[list[Any]], list[Any]]
+
+
+def check_supported(policy_cfg: Mapping[str, Any]) -> None:
+    """Refuse what a config may ask for and this version does not offer.
+
+    Raises:
+        ConfigNotImplementedError: a draft model, router replay or fused linear log-probabilities; names each key.
+    """
+    problems = Problems()
+    for name in ("draft", "router_replay"):
+        if section(policy_cfg, name).get("enabled"):
+            problems.add(
+                f"{POLICY}.{name}.enabled", True, "must be false: not supported yet", ConfigNotImplementedError
+            )
+    if fused_linear_logprobs(megatron_cfg(policy_cfg)):
+        problems.add(FUSED_KEY, True, "must be false: not supported yet", ConfigNotImplementedError)
+    problems.raise_any()
+
+
+def freeze_routers(chunks: list[Any]) -> list[Any]:
+    """Leave the weights and biases of every router untrained, wherever it sits in the model."""
+    frozen = 0
+    for _, router in find_routers(chunks):
+        for parameter in router.parameters():
+            parameter.requires_grad_(False)
+        frozen += 1
+    _logger.info("froze %d routers", frozen)
+    return chunks
+
+
+def freeze_hook(arguments: Mapping[str, Any]) -> Hook:
+    """A hook that calls each chunk's own freeze() with these arguments."""
+
+    def freeze(chunks: list[Any]) -> list[Any]:
+        for chunk in chunks:
+            if not hasattr(chunk, "freeze"):
+                raise config_error(
+                    f"{MEGATRON}.freeze_config",
+                    dict(arguments),
+                    f"must be absent: {type(chunk).__name__} has no freeze()",
+                    ConfigAttributeError,
+                )
+            chunk.freeze(**arguments)
+        return chunks
+
+    return freeze
+
+
+def create_lora(policy_cfg: Mapping[str, Any], **changes: Any) -> Any | None:
+    """Megatron-Bridge's LoRA as policy.megatron_cfg.peft describes it, or None where that is absent or not enabled.
+
+    Args:
+        policy_cfg: the policy config.
+        changes: fields that are set whatever the config says.
+
+    Raises:
+        ConfigAssertionError: dim or alpha is absent.
+        ConfigAttributeError: a setting that this LoRA does not have.
+    """
+    settings = dict(section(policy_cfg, "megatron_cfg", "peft"))
+    if not settings.pop("enabled", False):
+        return None
+    lora_class = import_bridge("megatron.bridge.peft.lora").LoRA
+    problems = Problems()
+    for name in ("dim", "alpha"):
+        if settings.get(name) is None:
+            problems.add(
+                f"{MEGATRON}.peft.{name}",
+                settings.get(name, MISSING),
+                "must be given for LoRA: the adapters' rank is dim, their weight alpha / dim",
+                ConfigAssertionError,
+            )
+    for name in settings.keys() - vars(lora_class()).keys():
+        problems.add(f"{MEGATRON}.peft.{name}", settings[name], "is no setting of LoRA", ConfigAttributeError)
+    problems.raise_any()
+    if settings.get("lora_dtype") is not None:
+        settings["lora_dtype"] = to_dtype(settings["lora_dtype"], f"{MEGATRON}.peft.lora_dtype")
+    if settings.get("target_modules", 0) is None:
+        del settings["target_modules"]
+    if settings.get("exclude_modules", 0) is None:
+        del settings["exclude_modules"]
+    return lora_class(**(settings | changes))
+
+
+def lora_hook(lora: Any, state: Any, *, load_base: bool) -> Hook:
+    """A hook that loads the base model's weights and puts adapters beside them.
+
+    The weights must be there first: the adapters change the names under which a checkpoint would be found.
+
+    Args:
+        lora: what create_lora made.
+        state: the GlobalState; its checkpoint config names the pretrained checkpoint.
+        load_base: whether to load it; False leaves the weights as initialised.
+    """
+
+    def add_lora(chunks: list[Any]) -> list[Any]:
+        if load_base:
+            path = state.cfg.checkpoint.pretrained_checkpoint
+            if not is_checkpoint(path):
+                raise FileNotFoundError(
+                    f"LoRA needs its base model, and {path} holds no checkpoint: give pretrained_path, or convert the "
+                    "model first (handle_model_import)"
+                )
+            load_weights_from(path, state, chunks)
+        adapted = lora(chunks, training=True)
+        lora.set_params_to_save(adapted)
+        parameters = [parameter for chunk in adapted for parameter in chunk.parameters()]
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        _logger.info("LoRA trains %s of %s parameters", f"{trained:,}", f"{sum(p.numel() for p in parameters):,}")
+        return list(adapted)
+
+    return add_lora
+
+
+def pre_wrap_hooks(
+    policy_cfg: Mapping[str, Any], provider: Any, lora: Hook | None, additional: Sequence[Hook] = ()
+) -> list[Hook]:
+    """All hooks, in the order in which they run.
+
+    Args:
+        policy_cfg: the policy config.
+        provider: the model provider, whose own hooks (registered on it) come first.
+        lora: the LoRA hook, if there is one.
+        additional: the caller's, last.
+    """
+    megatron = megatron_cfg(policy_cfg)
+    hooks: list[Hook] = []
+    if getattr(provider, "pre_wrap_hook", None) is not None:
+        hooks.append(provider.pre_wrap_hook)
+    if megatron.get("freeze_moe_router"):
+        hooks.append(freeze_routers)
+    if megatron.get("freeze_config"):
+        hooks.append(freeze_hook(megatron["freeze_config"]))
+    if lora is not None:
+        hooks.append(lora)
+    hooks += additional
+    return hooks
+
+
+def run_hooks(hooks: Sequence[Hook]) -> Hook:
+    """One hook that runs several, each on what the one before returned; None means that it changed them in place."""
+
+    def run(chunks: list[Any]) -> list[Any]:
+        for hook in hooks:
+            changed: Any = hook(chunks)
+            chunks = chunks if changed is None else changed
+        return chunks
+
+    return run

@@ -1,0 +1,110 @@
+"""A second model in the layout that generation wants, on the same GPUs, for colocated generation by Megatron.
+
+Training and generation want different parallel sizes. The second model has process groups of its own and gets its
+weights by a reshard before each generation, so it is built without any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from megasetup.config.errors import ConfigAssertionError, Problems
+from megasetup.config.fields import MEGATRON, POLICY, section
+from megasetup.model import bridge
+from megasetup.model.training import build_chunks
+
+_logger = logging.getLogger("megasetup")
+
+_GENERATION = f"{POLICY}.generation.mcore_generation_config"
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def build_inference_model(policy_cfg: Mapping[str, Any], megatron_cfg: Any, initial_model_provider: Any) -> Any:
+    """Build the inference model.
+
+    Collective: every rank calls it, after setup_model_and_optimizer. The model is on the GPU; its weights mean nothing
+    until the first reshard (megatron.core.resharding.refit.swap_model_weights).
+
+    Args:
+        policy_cfg: the policy config. generation.mcore_generation_config gives the parallel sizes; those that it lacks
+            are the training model's.
+        megatron_cfg: the ConfigContainer that the training model was set up with; not changed.
+        initial_model_provider: the provider as it was before the training model was built
+            (state.colocated_reshard_plan.initial_model_provider); not changed.
+
+    Returns:
+        The model: one module, in evaluation mode, not wrapped for data parallelism.
+
+    Raises:
+        ConfigError: FSDP2, virtual pipeline stages, LoRA or a draft, with which this does not work; names every key.
+        RuntimeError: the sizes do not divide the number of ranks.
+    """
+    _check(policy_cfg, megatron_cfg)
+    provider = _inference_provider(policy_cfg, initial_model_provider)
+    cfg = copy.copy(megatron_cfg)
+    cfg.model = provider
+    groups = bridge.new_process_groups(provider)
+    with _pausable_memory():
+        (chunk,) = build_chunks(policy_cfg, cfg, groups, [], wrap_with_ddp=False)
+    for parameter in chunk.parameters():
+        parameter.requires_grad_(False)
+    return chunk.eval()
+
+
+def _check(policy_cfg: Mapping[str, Any], cfg: Any) -> None:
+    problems = Problems()
+    without = "must be absent: an inference model on the training GPUs does not work with it"
+    if cfg.dist.use_torch_fsdp2:
+        problems.add("dist.use_torch_fsdp2", True, without, ConfigAssertionError)
+    stages = getattr(cfg.model, "virtual_pipeline_model_parallel_size", None)
+    if stages is not None:
+        problems.add("provider.virtual_pipeline_model_parallel_size", stages, without, ConfigAssertionError)
+    if section(policy_cfg, "megatron_cfg", "peft").get("enabled"):
+        problems.add(f"{MEGATRON}.peft.enabled", True, without, ConfigAssertionError)
+    if section(policy_cfg, "draft").get("enabled"):
+        problems.add(f"{POLICY}.draft.enabled", True, without, ConfigAssertionError)
+    problems.raise_any()
+
+
+def _inference_provider(policy_cfg: Mapping[str, Any], initial: Any) -> Any:
+    settings = section(policy_cfg, "generation", "mcore_generation_config")
+    provider = copy.deepcopy(initial)
+    for name in _SIZES:
+        if settings.get(name) is not None:
+            setattr(provider, name, settings[name])
+    if provider.pipeline_model_parallel_size != initial.pipeline_model_parallel_size:
+        # What the training model's stages hold says nothing about another number of stages.
+        provider.num_layers_in_first_pipeline_stage = provider.num_layers_in_last_pipeline_stage = None
+        provider.pipeline_model_parallel_layout = None
+        provider.account_for_embedding_in_pipeline_split = provider.account_for_loss_in_pipeline_split = False
+    provider.context_parallel_size = 1
+    provider.sequence_parallel = provider.tensor_model_parallel_size > 1 and initial.sequence_parallel
+    provider.recompute_granularity = provider.recompute_method = provider.recompute_num_layers = None
+    if "cuda_graph_impl" in settings:
+        provider.cuda_graph_impl = settings["cuda_graph_impl"]
+    provider.finalize()
+    return provider
+
+
+def _pausable_memory() -> contextlib.AbstractContextManager[Any]:
+    """Memory that torch_memory_saver can take away during training, where it is installed."""
+    try:
+        saver = importlib.import_module("torch_memory_saver").torch_memory_saver
+    except ImportError:
+        _logger.warning(
+            "torch_memory_saver is not installed, so the inference model keeps its GPU memory during training: "
+            "pip install torch_memory_saver"
+        )
+        return contextlib.nullcontext()
+    region: contextlib.AbstractContextManager[Any] = saver.region(tag="inference_model")
+    return region
