@@ -1,0 +1,117 @@
+"""How the parameters that the CPU optimizer steps are grouped, and in which pieces their values travel.
+
+A bucket is what one CPU sub-optimizer steps at a time, so that the wire brings the gradients of the next buckets and
+takes back the parameters of the last ones meanwhile. Its clones lie one after another in one run of host memory, and
+so do its gradient buffers: thousands of small tensors then cross in a few long copies. A chunk is what crosses at
+once, which bounds the GPU memory that conversion takes. Sizes are in elements throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+# What one sub-optimizer steps at a time: long against the fraction of a millisecond that a step costs in Python, short
+# against the whole, whose first and last bucket nothing hides.
+BUCKET_ELEMENTS = 16 * 1024 * 1024
+# What crosses the wire at a time; as FP32 it takes 32 MiB of GPU memory each way.
+CHUNK_ELEMENTS = 8 * 1024 * 1024
+# From here on a tensor is a chunk of its own: a copy of 4 MiB keeps the wire busy without company.
+LONE_ELEMENTS = 1024 * 1024
+
+_ALIGNMENT = 64  # bytes, a cache line: no two tensors share one, and vector loads are aligned
+
+
+class Part(NamedTuple):
+    """A run of one row: its elements [first, last), which lie at `offset` of the chunk."""
+
+    row: int
+    first: int
+    last: int
+    offset: int
+
+
+class Chunk(NamedTuple):
+    """A run [start, end) of a bucket's memory and what lies in it."""
+
+    start: int
+    end: int
+    parts: tuple[Part, ...]
+
+
+class Places(NamedTuple):
+    """Where each row of a bucket starts, and how long the whole is."""
+
+    starts: tuple[int, ...]
+    elements: int
+
+
+def group(counts: Sequence[int], limit: int = BUCKET_ELEMENTS) -> list[list[int]]:
+    """Indices of tensors in buckets of at most `limit` elements; a tensor that is longer has a bucket of its own."""
+    buckets: list[list[int]] = []
+    room = 0
+    for index, count in enumerate(counts):
+        if not buckets or count > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(index)
+        room -= count
+    return buckets
+
+
+def large_in_the_middle[Item](items: Sequence[Item], size: Callable[[Item], int]) -> list[Item]:
+    """The items with the smallest first and last and the largest in between.
+
+    Nothing hides the way of the first bucket to the host and of the last one back.
+    """
+    ascending = sorted(items, key=size)
+    return ascending[0::2] + ascending[1::2][::-1]
+
+
+def place(counts: Sequence[int], dtype: torch.dtype) -> Places:
+    """Lay tensors one after another, each from a 64-byte boundary."""
+    step = _ALIGNMENT // dtype.itemsize
+    starts, end = [], 0
+    for count in counts:
+        starts.append(end)
+        end += -(-count // step) * step
+    return Places(tuple(starts), end)
+
+
+def cut(counts: Sequence[int], places: Places, whole: Sequence[bool], limit: int = CHUNK_ELEMENTS) -> list[Chunk]:
+    """The chunks of a bucket: short tensors together, long ones alone and in pieces.
+
+    Args:
+        counts: elements of each row.
+        places: where they lie.
+        whole: for each row whether it must not be cut, nor share a chunk.
+        limit: elements of a chunk, at most; a whole row may exceed it.
+    """
+    chunks: list[Chunk] = []
+    together: list[Part] = []
+
+    def close() -> None:
+        if together:
+            last = together[-1]
+            start = places.starts[together[0].row]
+            chunks.append(Chunk(start, start + last.offset + last.last - last.first, tuple(together)))
+            together.clear()
+
+    for row, (count, start, entire) in enumerate(zip(counts, places.starts, whole, strict=True)):
+        if not count:
+            continue
+        if entire or count >= LONE_ELEMENTS:
+            close()
+            step = count if entire else limit
+            for first in range(0, count, step):
+                last = min(first + step, count)
+                chunks.append(Chunk(start + first, start + last, (Part(row, first, last, 0),)))
+            continue
+        if together and start + count - places.starts[together[0].row] > limit:
+            close()
+        base = places.starts[together[0].row] if together else start
+        together.append(Part(row, 0, count, start - base))
+    close()
+    return chunks
