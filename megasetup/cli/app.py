@@ -127,6 +127,36 @@ def sync(
 
 
 @bench.command()
+def step(
+    shapes: Annotated[
+        str, typer.Option(help="qwen2.5-1.5b, qwen2.5-7b, qwen3-30b-a3b-quarter, llama-3.1-8b or tiny.")
+    ] = "tiny",
+    scale: Annotated[float, typer.Option(help="Keep this share of the layers of --shapes.")] = 1.0,
+    mode: Annotated[str, typer.Option(help="standard, precision-aware or both.")] = "both",
+    overlap: Annotated[str, typer.Option(help="Megatron's overlap_cpu_optimizer_d2h_h2d: yes, no or both.")] = "both",
+    fraction: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the optimizer to offload.")] = 1.0,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of each way; 0 times the making alone.")] = 5,
+    device: _Device = None,
+    json_file: _Json = None,
+) -> None:
+    """Make and step Megatron's hybrid optimizer and ours: time, memory, and the same bits."""
+    from megasetup.cli.bench.command import run_step
+
+    with _messages() as console:
+        run_step(
+            console,
+            shape_name=shapes,
+            scale=scale,
+            mode=mode,
+            overlap=overlap,
+            fraction=fraction,
+            step_count=steps,
+            device_name=device,
+            json_file=json_file,
+        )
+
+
+@bench.command()
 def expert_bias(
     routers: Annotated[int, typer.Option(min=1, help="Routers of the model.")] = 60,
     experts: Annotated[int, typer.Option(min=1, help="Experts of a router.")] = 256,

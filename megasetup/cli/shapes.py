@@ -52,6 +52,7 @@ class _Decoder:
     qk_norm: int = 0
     experts: int = 0
     routed: int = 0
+    tied: bool = False
 
     def tensors(self, layers: int) -> Tensors:
         found: list[tuple[str, tuple[int, ...]]] = [
@@ -60,7 +61,8 @@ class _Decoder:
         for layer in range(layers):
             found += [(f"decoder.layers.{layer}.{name}", shape) for name, shape in self._layer()]
         found.append(("decoder.final_layernorm.weight", (self.hidden,)))
-        found.append(("output_layer.weight", (self.vocabulary, self.hidden)))
+        if not self.tied:
+            found.append(("output_layer.weight", (self.vocabulary, self.hidden)))
         return tuple(found)
 
     def _layer(self) -> Tensors:
@@ -93,6 +95,7 @@ class _Decoder:
 
 _MODELS = {
     "qwen2.5-7b": _Decoder(28, 3584, 3584, 512, 18944, 152064, qkv_bias=True),
+    "qwen2.5-1.5b": _Decoder(28, 1536, 1536, 256, 8960, 151936, qkv_bias=True, tied=True),
     # What one of four expert-parallel ranks holds, with the vocabulary split in four as well: 32 of the 128 experts
     # that its router chooses from.
     "qwen3-30b-a3b-quarter": _Decoder(48, 2048, 4096, 512, 768, 151936 // 4, qk_norm=128, experts=32, routed=128),

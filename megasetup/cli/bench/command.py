@@ -6,6 +6,7 @@ fails when a value was wrong.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from megasetup import kernels
 from megasetup.cli import machine, shapes
-from megasetup.cli.bench import expert_bias, host, plot, ranks, sync, tables
+from megasetup.cli.bench import expert_bias, host, plot, ranks, step, sync, tables
 from megasetup.cli.bench.workload import LEVELS
 from megasetup.cli.console import steps
 from megasetup.cli.errors import CommandError
@@ -136,6 +137,40 @@ def run_sync(
     if plot_file is not None:  # after the figures are safe
         plot.draw(found, plot_file)
         console.print(f"Drawn: {plot_file}")
+
+
+def run_step(
+    console: Console,
+    *,
+    shape_name: str,
+    scale: float,
+    mode: str,
+    overlap: str,
+    fraction: float,
+    step_count: int,
+    device_name: str | None,
+    json_file: Path | None,
+) -> None:
+    """`bench step`.
+
+    Raises:
+        CommandError: no GPU, no Megatron, options that make no sense, or a measurement that failed or differs.
+    """
+    (chosen,) = _shape_sets(shape_name.replace(",", " "), None, scale)
+    overlaps = {"both": [False, True], "yes": [True], "no": [False]}.get(overlap)
+    if overlaps is None:
+        raise CommandError(f"--overlap {overlap!r}: choose from yes, no, both")
+    modes = _modes(mode)
+    if importlib.util.find_spec("megatron") is None:
+        raise CommandError("bench step times Megatron's optimizer and megatron-core is not installed")
+    device = resolve_device(device_name)
+    if device.type != "cuda":
+        raise CommandError("bench step needs a GPU: the hybrid optimizer moves values between it and the host")
+    options = step.Options(chosen, modes, overlaps, fraction, step_count, device)
+    with steps(2 * len(options.pairs) + 1) as progress:
+        found = step.measure(options, progress)
+    tables.show_step(found, console)
+    _finish("step", found, found["verified"], json_file, console)
 
 
 def run_expert_bias(

@@ -115,6 +115,50 @@ def show_ranks(data: dict[str, Any], console: Console) -> None:
     )
 
 
+def show_step(data: dict[str, Any], console: Console) -> None:
+    """The tables of `bench step`."""
+    label = f"{data['shapes']}, fraction {data['fraction']:g}"
+    title(console, f"{label}: {data['tensors']:,} tensors, {amount(data['parameters'])} elements")
+    rows = table(
+        ("mode", "overlap", "way", "made in", "pinned", "/ needed", "first step", "later", "/ Adam", "GPU", "host"),
+        text_columns=3,
+    )
+    for result in data["results"]:
+        steps = result["step_seconds"]
+        rows.add_row(
+            result["mode"],
+            "yes" if result["overlap"] else "no",
+            result["way"],
+            duration(result["made_seconds"]),
+            gigabytes(result["pinned_bytes"]),
+            times(result["pinned_over_needed"]),
+            duration(steps[0]) if steps else "-",
+            duration(result["later_step_seconds"]) if steps else "-",
+            times(result.get("step_over_adam_alone")),
+            gigabytes(result["peak_gpu_bytes"]),
+            gigabytes(result["peak_host_bytes"]),
+        )
+        if "same_bits" in result:
+            rows.add_row(
+                "",
+                "",
+                "[green]same bits[/green]" if result["same_bits"] else "[red]other bits[/red]",
+                times(result["made_times_faster"]),
+                "",
+                "",
+                times(result["first_over_later"]) if steps else "-",
+                times(result["step_times_faster"]) if steps else "-",
+                "",
+                "",
+                "",
+                end_section=True,
+            )
+    console.print(rows)
+    console.print("Under each pair: how much faster ours is made and steps, and its first step against a later one.")
+    if data["adam_alone_seconds"] is not None:
+        console.print(f"The CPU's Adam alone: {duration(data['adam_alone_seconds'])} a step.")
+
+
 def show_expert_bias(data: dict[str, Any], console: Console) -> None:
     """The table of `bench expert-bias`."""
     title(
