@@ -14,10 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import nn
+
+from megasetup.compat.hybrid_optimizer import fast_hybrid_optimizer
 
 VOCABULARY, WIDTH, INNER, EXPERTS = 50_257, 72, 331, 6
 
@@ -25,7 +28,9 @@ VOCABULARY, WIDTH, INNER, EXPERTS = 50_257, 72, 331, 6
 class Small(MegatronModule):
     """An embedding, a norm, one feed-forward block and an FP32 router."""
 
-    def __init__(self, config: TransformerConfig, dtype: torch.dtype, *, fp32_router: bool) -> None:
+    def __init__(
+        self, config: TransformerConfig, dtype: torch.dtype, *, fp32_router: bool, has_expert: bool = False
+    ) -> None:
         super().__init__(config)
 
         def weight(*shape: int, kind: torch.dtype = dtype) -> nn.Parameter:
@@ -39,23 +44,47 @@ class Small(MegatronModule):
         self.router = weight(EXPERTS, WIDTH, kind=torch.float32 if fp32_router else dtype)
         self.embedding = weight(VOCABULARY, WIDTH)
         self.odd = weight(37)
+        if has_expert:  # one that this rank has to itself
+            self.expert = weight(INNER, WIDTH)
+            self.expert.allreduce = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = F.embedding(tokens, self.embedding) * self.norm
         hidden = hidden + F.linear(F.gelu(F.linear(hidden, self.fc1)), self.fc2)
+        if hasattr(self, "expert"):
+            hidden = hidden + F.linear(F.linear(hidden, self.expert), self.fc2)
         gates = F.linear(hidden.to(self.router.dtype), self.router).float().softmax(-1)
         return hidden.float().square().mean() + gates.square().sum(-1).mean() + self.odd.float().square().mean()
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if hasattr(self, "expert"):
+            rank, size = (
+                parallel_state.get_expert_model_parallel_rank(),
+                parallel_state.get_expert_model_parallel_world_size(),
+            )
+            replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
+            found[f"{prefix}expert"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}expert", self.expert, (0, rank, size), replica_id=replica
+            )
+        return found
+
 
 @contextmanager
-def parallel_state_of(rank: int, world: int, store: torch.distributed.Store) -> Iterator[None]:
-    """A NCCL process group and Megatron's data-parallel state on it, gone afterwards."""
+def parallel_state_of(
+    rank: int, world: int, store: torch.distributed.Store, *, expert_parallel: int = 1
+) -> Iterator[None]:
+    """A NCCL process group and Megatron's data- and expert-parallel state on it, gone afterwards."""
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank)
     )
     try:
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            create_gloo_process_groups=False, expert_model_parallel_size=expert_parallel
+        )
         try:
             yield
         finally:
@@ -71,8 +100,15 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     fp32_router: bool = True,
     overlap: bool = False,
+    reduce_in_fp32: bool = True,
+    fast: bool = False,
+    has_expert: bool = False,
 ) -> tuple[Any, Any]:
-    """The model in Megatron's DistributedDataParallel, and its optimizer; fraction None for no offload."""
+    """The model in Megatron's DistributedDataParallel, and its optimizer; fraction None for no offload.
+
+    fast: with the package's hybrid optimizer in place of Megatron's. Without reduce_in_fp32 there must be no FP32
+    router, since one gradient norm is taken over all gradients.
+    """
     config = TransformerConfig(
         num_layers=1,
         hidden_size=WIDTH,
@@ -81,13 +117,14 @@ def build(
         fp16=dtype == torch.float16,
         params_dtype=dtype,
     )
-    # FP32 gradients for all, so that one gradient norm can be taken over them.
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    chunk = DistributedDataParallel(config, settings, Small(config, dtype, fp32_router=fp32_router))
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=reduce_in_fp32)
+    chunk = DistributedDataParallel(
+        config, settings, Small(config, dtype, fp32_router=fp32_router, has_expert=has_expert)
+    )
     offload = {} if fraction is None else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     # Without gradients: Megatron makes the shard of an FP32 parameter a view of it, and torch takes no such view of a
-    # tensor that has gradients into an optimizer ("can't optimize a non-leaf Tensor").
-    with torch.no_grad():
+    # tensor that has gradients into an optimizer ("can't optimize a non-leaf Tensor"). Ours is made with them.
+    with fast_hybrid_optimizer() if fast else torch.no_grad():
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -108,10 +145,10 @@ def build(
     return chunk, optimizer
 
 
-def train(chunk: Any, optimizer: Any, steps: int, *, seed: int = 0) -> None:
-    """Real optimizer steps on random tokens."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    for _ in range(steps):
+def train(chunk: Any, optimizer: Any, steps: int, *, seed: int = 0, first: int = 0) -> None:
+    """Real optimizer steps on random tokens, those of steps `first` and on."""
+    for step in range(first, first + steps):
+        generator = torch.Generator("cuda").manual_seed(1000 * seed + step)
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         tokens = torch.randint(VOCABULARY, (64,), device="cuda", generator=generator)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from megasetup.masters.arena import PinnedArena
 from megasetup.masters.hybrid_buckets import Places, place
@@ -55,7 +55,7 @@ def _cut(arena: PinnedArena, demand: Demand) -> Cut:
     return Cut(
         flat,
         tuple(
-            from_dlpack(flat[start : start + shape.numel()].view(shape))
+            from_dlpack(to_dlpack(flat[start : start + shape.numel()].view(shape)))
             for start, shape in zip(starts, demand.shapes, strict=True)
         ),
     )

@@ -1,7 +1,7 @@
-"""The private Megatron names that layout.py reads, pinned against the installed source.
+"""The private Megatron names that layout.py reads and hybrid.py takes over, pinned against the installed source.
 
 Only the source is read, so it runs without a GPU. When one of these fails, Megatron has renamed or dropped something:
-masters/layout.py must follow.
+masters/layout.py must follow, or masters/hybrid.py with compat/hybrid_optimizer.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
-from megasetup.masters import layout
+from megasetup.masters import hybrid, layout
 
 NAMES = {
     DistributedOptimizer: {
@@ -85,7 +85,7 @@ def test_the_list_is_what_layout_reads() -> None:
 def test_no_other_file_of_masters_knows_them() -> None:
     private = set().union(*NAMES.values()) - {"optimizer", "model_chunks"}
     for path in Path(layout.__file__).parent.glob("*.py"):
-        if path.name != "layout.py":
+        if path.name not in ("layout.py", "hybrid.py"):  # the second is the subclass that has these attributes
             assert not {name for name in private if name in path.read_text()}, path.name
 
 
@@ -110,3 +110,46 @@ def test_load_state_dict_makes_new_clones() -> None:
     # Why a plan compares identities before it writes.
     source = inspect.getsource(HybridDeviceOptimizer)
     assert "self._init_sub_optimizers()" in source.split("def post_load_state_dict_hook")[1]
+
+
+def test_our_hybrid_optimizer_sets_what_the_stock_one_sets() -> None:
+    own = {"_buckets", "_lanes", "_moments", "_used_moments"}
+    assert hybrid._MADE_WITH_THE_HOST_SIDE - own == assigned_on_self(HybridDeviceOptimizer) - {
+        "offload_fraction",
+        "cpu_optimizer_cls",
+        "gpu_optimizer_cls",
+        "pin_cpu_grads",
+        "pin_cpu_params",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "param_update_in_fp32",
+        "sub_optimizer_kwargs",
+        "state",
+    }
+
+
+def test_the_methods_that_ours_replaces() -> None:
+    constructor = inspect.getsource(HybridDeviceOptimizer.__init__)
+    for name in ("_init_sub_optimizers", "_register_load_state_dict_hooks"):
+        assert f"self.{name}()" in constructor
+        assert name in vars(hybrid.PipelinedHybridOptimizer)
+    step = inspect.getsource(HybridDeviceOptimizer.step)
+    for name in ("_sync_hdo_param_groups_to_sub_optimizers", "_sync_sub_optimizers_state_to_hdo"):
+        assert f"self.{name}()" in step
+        assert inspect.signature(getattr(HybridDeviceOptimizer, name)).parameters.keys() == {"self"}
+
+
+def test_where_megatron_constructs_the_hybrid_optimizer() -> None:
+    # Twice, and the second time over the groups of the first one's settings.
+    source = inspect.getsource(DistributedOptimizer.__init__)
+    assert source.count("HybridDeviceOptimizer(") == 1
+    assert "**self.optimizer.defaults" in source
+
+
+def test_what_compat_repairs_is_still_broken() -> None:
+    sync = "_sync_hdo_state_to_sub_optimizers()"
+    for name in ("fully_reshardable", "fs_model_space"):
+        assert sync in inspect.getsource(getattr(DistributedOptimizer, f"load_parameter_state_from_{name}"))
+    for name in ("dp_zero", "dp_reshardable"):
+        assert sync not in inspect.getsource(getattr(DistributedOptimizer, f"load_parameter_state_from_{name}"))
+    setter = inspect.getsource(DistributedOptimizer._set_main_param_and_optimizer_states)
+    assert "isinstance(tensors[key], torch.Tensor)" in setter

@@ -171,7 +171,8 @@ def measure(case: Case) -> dict[str, Any]:
             "made_seconds": making,
             "step_seconds": steps,
             "pinned_bytes": _pinned_bytes(hybrid),
-            "needed_bytes": sum(clone.nbytes for clone in hybrid.cpu_copys_map_gpu_param) * (2 if steps or case.way == OURS else 1),
+            "needed_bytes": sum(clone.nbytes for clone in hybrid.cpu_copys_map_gpu_param)
+            * (2 if steps or case.way == OURS else 1),
             "peak_gpu_bytes": torch.cuda.max_memory_allocated(device),
             "peak_gpu_bytes_making": making_gpu,
             "peak_host_bytes": peak.bytes,

@@ -1,0 +1,243 @@
+"""PipelinedHybridOptimizer within real Megatron optimizers on a GPU, against the stock class bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from real_megatron import build, parallel_state_of, train
+from standins import assert_exact, load_new_weights
+
+from megasetup.kernels import native_status
+from megasetup.masters import audit_master_weights, sync_master_weights
+from megasetup.masters.hybrid import PipelinedHybridOptimizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore", "error:megasetup")]
+
+BOTH_MODES = pytest.mark.parametrize("precision_aware", [False, True], ids=["standard", "precision-aware"])
+BOTH_FRACTIONS = pytest.mark.parametrize("fraction", [0.3, 1.0])
+BOTH_OVERLAPS = pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    with parallel_state_of(0, 1, torch.distributed.HashStore()):
+        yield
+
+
+@pytest.fixture
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets, and several chunks of the one large weight, although the model is small."""
+    monkeypatch.setattr(PipelinedHybridOptimizer, "bucket_elements", 30_000)
+    monkeypatch.setattr(PipelinedHybridOptimizer, "chunk_elements", 1 << 20)
+
+
+def hybrid_of(optimizer: Any) -> Any:
+    (part,) = optimizer.chained_optimizers
+    return part.optimizer
+
+
+def everything(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """All weights, masters, moments and step counts, on the host."""
+    hybrid = hybrid_of(optimizer)
+    found = {f"weight {name}": parameter for name, parameter in chunk.named_parameters()}
+    for group_index, group in enumerate(hybrid.param_groups):
+        for index, param in enumerate(group["params"]):
+            place = f"{group_index}.{index}"
+            found[f"param {place}"] = param
+            found[f"master {place}"] = hybrid.param_to_inner_param[param]
+            for key, value in hybrid.state[param].items():
+                found[f"{key} {place}"] = torch.as_tensor(value)
+    return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(ours[name], wanted[name])]
+    assert different == []
+
+
+def both(steps: int, *, overlap: bool = False, **settings: Any) -> tuple[Any, Any]:
+    """(chunk, optimizer) of the stock class without overlap and of ours, from the same weights, after some steps.
+
+    Without overlap, because with it the stock class has its GPU optimizer read gradients that another stream may still
+    be writing.
+    """
+    pairs = []
+    for fast in (False, True):
+        torch.manual_seed(5)
+        chunk, optimizer = build(fast=fast, overlap=fast and overlap, **settings)
+        assert (type(hybrid_of(optimizer)) is PipelinedHybridOptimizer) == fast
+        train(chunk, optimizer, steps)
+        pairs.append((chunk, optimizer))
+    return pairs[0], pairs[1]
+
+
+@pytest.mark.usefixtures("_small_buckets")
+@BOTH_OVERLAPS
+@BOTH_FRACTIONS
+@BOTH_MODES
+def test_ten_steps_equal_the_stock_class(precision_aware: bool, fraction: float, overlap: bool) -> None:
+    stock, ours = both(10, precision_aware=precision_aware, fraction=fraction, overlap=overlap)
+    assert len(hybrid_of(ours[1])._buckets) > 2 or fraction < 1.0
+    assert_same(everything(*ours), everything(*stock))
+
+
+@pytest.mark.usefixtures("_small_buckets")
+@BOTH_FRACTIONS
+@BOTH_MODES
+def test_ten_steps_with_bf16_gradients(precision_aware: bool, fraction: float) -> None:
+    stock, ours = both(
+        10,
+        precision_aware=precision_aware,
+        fraction=fraction,
+        overlap=True,
+        fp32_router=False,
+        reduce_in_fp32=False,
+    )
+    assert_same(everything(*ours), everything(*stock))
+
+
+@BOTH_MODES
+def test_ten_steps_in_fp16(precision_aware: bool) -> None:
+    stock, ours = both(10, precision_aware=precision_aware, fraction=1.0, dtype=torch.float16)
+    assert_same(everything(*ours), everything(*stock))
+
+
+@BOTH_MODES
+def test_made_once_in_one_pinned_arena(precision_aware: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = PipelinedHybridOptimizer.make
+    monkeypatch.setattr(PipelinedHybridOptimizer, "make", lambda hybrid: (made.append(hybrid), make(hybrid))[1])
+    _, optimizer = build(precision_aware=precision_aware, fraction=1.0, fast=True)
+    hybrid = hybrid_of(optimizer)
+    assert made == [hybrid]
+    assert isinstance(hybrid, HybridDeviceOptimizer)
+    clones, grads = list(hybrid.cpu_copys_map_gpu_param), list(hybrid.cpu_copy_map_grad.values())
+    assert len(clones) == len(grads) == 6
+    assert {tensor.is_pinned() for tensor in clones + grads} == {native_status().gpu}
+    addresses = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in clones + grads)
+    assert addresses[-1][0] + addresses[-1][1] - addresses[0][0] < sum(nbytes for _, nbytes in addresses) * 1.01
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in clones + grads)
+
+
+@BOTH_MODES
+def test_the_masters_are_read_and_refreshed(precision_aware: bool) -> None:
+    chunk, optimizer = build(precision_aware=precision_aware, fraction=1.0, fast=True)
+    assert audit_master_weights(optimizer, chunk).ok
+    load_new_weights(chunk)
+    sync_master_weights(optimizer, chunk)
+    assert_exact(optimizer.chained_optimizers[0])
+    load_new_weights(chunk)
+    optimizer.reload_model_params()
+    if precision_aware:
+        assert_exact(optimizer.chained_optimizers[0])
+
+
+class TestFaultsOfTheStockClass:
+    def pair_of_states(self, fast: bool, **settings: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        chunk, optimizer = build(fast=fast, **settings)
+        train(chunk, optimizer, 3)
+        hybrid = hybrid_of(optimizer)
+        state = copy.deepcopy(hybrid.state_dict())
+        before = everything(chunk, optimizer)
+        train(chunk, optimizer, 2, seed=9)
+        with torch.no_grad():
+            for name, parameter in chunk.named_parameters():
+                parameter.copy_(before[f"weight {name}"])
+            for group_index, group in enumerate(hybrid.param_groups):
+                for index, param in enumerate(group["params"]):
+                    param.copy_(before[f"param {group_index}.{index}"])
+        hybrid.load_state_dict(state)
+        return chunk, optimizer, before
+
+    @BOTH_FRACTIONS
+    @BOTH_MODES
+    def test_a_state_dict_loads(self, precision_aware: bool, fraction: float) -> None:
+        settings: dict[str, Any] = {"precision_aware": precision_aware, "fraction": fraction, "fp32_router": True}
+        with pytest.raises(KeyError):
+            self.pair_of_states(False, **settings)
+        chunk, optimizer, before = self.pair_of_states(True, **settings)
+        assert_same(everything(chunk, optimizer), before)
+
+    @staticmethod
+    def stepped_without_a_gradient(kind: type) -> tuple[torch.Tensor, torch.Tensor]:
+        """A parameter before and after a step in which only another one has a gradient."""
+        params = [torch.ones(40, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        hybrid = kind(
+            params,
+            offload_fraction=1.0,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            param_update_in_fp32=True,
+            lr=0.1,
+        )
+        for param in params:
+            param.grad = torch.ones_like(param)
+        hybrid.step()
+        torch.cuda.synchronize()
+        before = hybrid.gpu_params_map_cpu_copy[params[1]].clone()
+        params[1].grad = None
+        hybrid.step()
+        torch.cuda.synchronize()
+        return before, hybrid.gpu_params_map_cpu_copy[params[1]]
+
+    def test_no_gradient_no_step(self) -> None:
+        before, after = self.stepped_without_a_gradient(HybridDeviceOptimizer)
+        assert not torch.equal(before, after)
+        before, after = self.stepped_without_a_gradient(PipelinedHybridOptimizer)
+        assert torch.equal(before, after)
+
+    def test_clones_are_pinned_in_precision_aware_mode(self) -> None:
+        for fast in (False, True):
+            _, optimizer = build(precision_aware=True, fraction=1.0, fp32_router=False, fast=fast)
+            clones = hybrid_of(optimizer).gpu_params_map_cpu_copy.values()
+            assert {clone.is_pinned() for clone in clones} == {fast and native_status().gpu}
+
+
+def resume(folder: Path, mode: str, sharding: str, ranks: int) -> None:
+    """Ten steps, and five, a checkpoint, a new process and five more; each part in processes of its own."""
+    worker = str(Path(__file__).with_name("resume_worker.py"))
+    for what in ("ten", "five", "five more"):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, worker, what, mode, sharding, str(folder), str(rank), str(ranks)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output[-5000:]
+    for rank in range(ranks):
+        whole, resumed = (torch.load(folder / f"{what}-{rank}.pt") for what in ("ten", "five more"))
+        assert_same(resumed, whole)
+
+
+SHARDINGS = pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable", "fully_sharded_model_space"])
+MODES = pytest.mark.parametrize("mode", ["standard", "precision-aware"])
+
+
+@SHARDINGS
+@MODES
+def test_resume_is_exact(mode: str, sharding: str, tmp_path: Path) -> None:
+    resume(tmp_path, mode, sharding, 1)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
+@MODES
+def test_resume_with_expert_parallelism(mode: str, sharding: str, tmp_path: Path) -> None:
+    resume(tmp_path, mode, sharding, 2)
