@@ -8,7 +8,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 MODULE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find csrc -type f)
 
-.PHONY: help setup demo test lint format sanitize wheel clean
+.PHONY: help setup demo test lint format sanitize docs wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -18,8 +18,9 @@ $(VENV)/.python:
 	python="$(PYTHON)"; python="$${python:-$$(scripts/find_python.sh)}" && "$$python" -m venv $(VENV)
 	touch $@
 
-$(VENV)/.requirements: $(VENV)/.python requirements/build.txt requirements/test.txt
+$(VENV)/.requirements: $(VENV)/.python $(addprefix requirements/,build.txt test.txt constraints.txt bridge.txt)
 	$(PIP) install --quiet -r requirements/build.txt -r requirements/test.txt
+	$(PIP) install --quiet --no-deps -r requirements/bridge.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.requirements $(MODULE_SOURCES)
@@ -50,6 +51,9 @@ format: $(VENV)/.lint ## rewrite the sources the way lint wants them
 
 sanitize: $(VENV)/.requirements ## the CPU half under AddressSanitizer and ThreadSanitizer
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/sanitize.sh
+
+docs: $(VENV)/.built ## the page of config keys, from the schema
+	$(RUN) -m megasetup.config.reference docs/config.md
 
 wheel: $(VENV)/.requirements ## a wheel in dist/
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
