@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megasetup.compat.bridge import import_bridge
+
+pytest.importorskip("megatron.core")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("megatron-bridge is not installed", allow_module_level=True)
 
 _COMMON = {
     "hidden_size": 64,
