@@ -182,7 +182,9 @@ def host(
         str | None, typer.Option(help="CPU threads of both sides, each count timed, as in 8,2,1.")
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each way.")] = 7,
-    pin_bytes: Annotated[float, typer.Option(min=4096, help="Memory to pin, where there is a GPU.")] = 5e9,
+    pin_bytes: Annotated[float, typer.Option(min=4096, help="Memory to pin in one block, where there is a GPU.")] = 5e9,
+    pin_shapes: Annotated[str, typer.Option(help="Named shape set whose shards are pinned as well.")] = "qwen2.5-7b",
+    pin_shards: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that share that set.")] = 8,
     json_file: _Json = None,
 ) -> None:
     """Time the CPU kernels against torch, and what pinning memory costs."""
@@ -195,6 +197,8 @@ def host(
             threads=threads,
             repeat=repeat,
             pin_bytes=int(pin_bytes),
+            pin_shapes=pin_shapes,
+            pin_shards=pin_shards,
             json_file=json_file,
         )
 

@@ -1,18 +1,14 @@
-"""Host memory for benchmarks: pageable as an allocator gives it, or on huge pages and pinned by one registration.
-
-Pinning 30 GB tensor by tensor takes half a minute, most of a benchmark's time; touching one buffer with all cores and
-registering it takes about a second, and copies to it run at the same speed.
-"""
+"""Host memory for benchmarks: pageable as an allocator gives it, pinned as an arena is, or pinned for a while."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from megasetup.cli.errors import CommandError
+from megasetup.masters.arena import ArenaError, PinnedArena
 
 
 def pageable(elements: int) -> torch.Tensor:
@@ -20,11 +16,19 @@ def pageable(elements: int) -> torch.Tensor:
     return torch.empty(elements, dtype=torch.float32).fill_(0)
 
 
-def on_huge_pages(elements: int) -> torch.Tensor:
-    """FP32 host memory with huge pages advised, zeroed by all cores."""
-    buffer = mmap.mmap(-1, max(elements, 1) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(buffer, dtype=torch.float32)[:elements].fill_(0)
+def pinned(elements: int, device: torch.device) -> torch.Tensor:
+    """FP32 host memory pinned for the GPU `device` (by torch where the compiled module has no GPU half), zeroed.
+
+    Raises:
+        CommandError: it cannot be had or pinned, with the reason.
+    """
+    try:
+        arena = PinnedArena(elements * 4, device=device)
+    except ArenaError as error:
+        raise CommandError(f"{error}. Or use --scale") from error
+    if not arena.is_pinned:
+        return torch.zeros(elements, dtype=torch.float32, pin_memory=True)
+    return arena.empty(elements, torch.float32)
 
 
 @contextmanager

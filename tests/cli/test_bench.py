@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megasetup.cli import shapes
 from megasetup.cli.app import app
-from megasetup.cli.bench import expert_bias, host, ranks, sync
+from megasetup.cli.bench import expert_bias, host, pinning, ranks, sync
 from megasetup.cli.bench.workload import PRECISION_AWARE, STANDARD, Buffers, Workload, check_memory, cut, flat_elements
 from megasetup.cli.console import steps
 from megasetup.cli.errors import CommandError
@@ -63,11 +63,11 @@ def test_sync_of_a_checkpoint_folder_uses_its_values(tmp_path):
     assert result["verified"]
     assert result["parameters"] == 310
 
-    with Buffers(flat_elements(found), STANDARD, CPU) as buffers:
-        workload = Workload.build(found, buffers)
-        sync.load_safetensors(tmp_path, workload)
-        for (name, _), source in zip(found.tensors, workload.sources, strict=True):
-            assert torch.equal(source, values[name].bfloat16())
+    buffers = Buffers(flat_elements(found), STANDARD, CPU)
+    workload = Workload.build(found, buffers)
+    sync.load_safetensors(tmp_path, workload)
+    for (name, _), source in zip(found.tensors, workload.sources, strict=True):
+        assert torch.equal(source, values[name].bfloat16())
 
 
 def test_many_sets_are_compared_with_the_first():
@@ -91,17 +91,17 @@ def test_chosen_levels_alone_are_written():
 
 def test_a_wrong_copy_is_named():
     tiny = shapes.named("tiny")
-    with Buffers(flat_elements(tiny), STANDARD, CPU) as buffers:
-        workload = Workload.build(tiny, buffers)
-        for level in (1, 2):
-            for target, source in zip(workload.target(level), workload.sources, strict=True):
-                target.copy_(source)
-        assert workload.wrong([1, 2]) == []
-        workload.clones[5].view(-1)[7] += 1
-        assert workload.wrong([1, 2]) == [f"{tiny.tensors[5][0]} (level 2)"]
-        workload.poison([1])
-        assert len(workload.wrong([1])) == len(tiny.tensors)
-        assert workload.wrong([2]) == [f"{tiny.tensors[5][0]} (level 2)"]
+    buffers = Buffers(flat_elements(tiny), STANDARD, CPU)
+    workload = Workload.build(tiny, buffers)
+    for level in (1, 2):
+        for target, source in zip(workload.target(level), workload.sources, strict=True):
+            target.copy_(source)
+    assert workload.wrong([1, 2]) == []
+    workload.clones[5].view(-1)[7] += 1
+    assert workload.wrong([1, 2]) == [f"{tiny.tensors[5][0]} (level 2)"]
+    workload.poison([1])
+    assert len(workload.wrong([1])) == len(tiny.tensors)
+    assert workload.wrong([2]) == [f"{tiny.tensors[5][0]} (level 2)"]
 
 
 def test_tensors_start_at_64_element_boundaries():
@@ -151,7 +151,13 @@ def test_host(megasetup, tmp_path):
     asked = [(result["function"], result["threads"]) for result in data["results"]]
     assert asked == [(name, threads) for threads in (1, 2) for name in ("widen", "narrow", "compare")]
     assert data["verified"]
-    assert data["pinning"] is None
+    assert data["pinning"] == []
+
+
+def test_shards_are_counted_as_the_largest_rank_has_them():
+    found = shapes.Shapes("odd", (("a", (3, 5)), ("b", (16,)), ("c", (1,))))
+    assert pinning.shard_elements(found, 8) == [2, 2, 1]
+    assert pinning.shard_elements(found, 1) == [15, 16, 1]
 
 
 def test_host_of_more_than_memory_holds():
@@ -198,10 +204,16 @@ def test_sync_on_a_gpu_is_exact_and_knows_the_wire():
 
 
 @pytest.mark.gpu
-def test_pinning_is_timed():
-    found = host.measure_pinning(64 << 20, torch.device("cuda", 0))
-    assert found["torch_seconds"] > 0
-    assert found["register_seconds"] > 0
+def test_pinning_is_timed_and_counted():
+    counts = pinning.shard_elements(shapes.named("qwen2.5-7b", 0.1), 8)
+    found = pinning.measure(counts, torch.device("cuda", 0))
+    needed = sum(counts) * 4
+    assert (found["tensors"], found["needed_bytes"]) == (len(counts), needed)
+    assert len(found["torch"]["seconds"]) == len(found["arena"]["seconds"]) == 2
+    assert needed <= found["arena"]["pinned_bytes"] < 1.01 * needed
+    # torch rounds each tensor up to a power of two.
+    rounded = sum(1 << (count * 4 - 1).bit_length() for count in counts)
+    assert rounded <= found["torch"]["pinned_bytes"] < 1.05 * rounded
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megasetup import kernels
 from megasetup.cli import machine, shapes
-from megasetup.cli.bench import expert_bias, host, plot, ranks, step, sync, tables
+from megasetup.cli.bench import expert_bias, host, pinning, plot, ranks, step, sync, tables
 from megasetup.cli.bench.workload import LEVELS
 from megasetup.cli.console import steps
 from megasetup.cli.errors import CommandError
@@ -187,7 +187,15 @@ def run_expert_bias(
 
 
 def run_host(
-    console: Console, *, elements: int, threads: str | None, repeat: int, pin_bytes: int, json_file: Path | None
+    console: Console,
+    *,
+    elements: int,
+    threads: str | None,
+    repeat: int,
+    pin_bytes: int,
+    pin_shapes: str,
+    pin_shards: int,
+    json_file: Path | None,
 ) -> None:
     """`bench host`.
 
@@ -195,18 +203,25 @@ def run_host(
         CommandError: not enough memory, memory that cannot be pinned, or wrong values.
     """
     counts = _numbers("--threads", threads) or [kernels.get_num_threads()]
-    with steps(len(counts) * host.FUNCTIONS + 1) as progress:
+    (shards_of,) = _shape_sets(pin_shapes, None, 1.0)
+    sizes = {
+        "one block": [pin_bytes // 4],
+        f"{shards_of.name}, one of {pin_shards} shards": pinning.shard_elements(shards_of, pin_shards),
+    }
+    pinned = []
+    with steps(len(counts) * host.FUNCTIONS + len(sizes)) as progress:
         results = host.measure(elements, counts, repeat, progress)
-        pinning = None
         if torch.cuda.is_available():
-            progress.next("pinning")
-            pinning = host.measure_pinning(pin_bytes, torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            for name, wanted in sizes.items():
+                progress.next(f"pinning {name}")
+                pinned.append({"name": name, **pinning.measure(wanted, device)})
     verified = all(result.pop("verified", True) for result in results)
     found = {
         "elements": elements,
         "instruction_set": kernels.native_status().cpu_instruction_set,
         "results": results,
-        "pinning": pinning,
+        "pinning": pinned,
         "verified": verified,
     }
     tables.show_host(found, console)

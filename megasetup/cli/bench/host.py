@@ -1,18 +1,16 @@
-"""`megasetup bench host`: the CPU kernels against torch with the same number of threads, and what pinning costs.
+"""`megasetup bench host`: the CPU kernels against torch with the same number of threads. (pinning.py: its other half.)
 
 The tensors are larger than any cache, as a model's weights are, so memory bandwidth bounds both sides.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megasetup import host, kernels
-from megasetup.cli import host_memory
 from megasetup.cli.console import Steps, gigabytes
 from megasetup.cli.errors import CommandError
 from megasetup.cli.timing import seconds_of, summary
@@ -79,35 +77,4 @@ def _in_turn(ours: Callable[[], Any], theirs: Callable[[], Any], elements: int, 
         "megasetup": kernel,
         "torch": torch_way,
         "times_faster": torch_way["median_seconds"] / kernel["median_seconds"],
-    }
-
-
-def measure_pinning(nbytes: int, device: torch.device) -> dict[str, Any]:
-    """Seconds to make `nbytes` of pinned memory by torch's allocator, and by touching huge pages and registering them.
-
-    Raises:
-        CommandError: the memory cannot be pinned.
-    """
-    # The allocator rounds a block up to a power of two, so that much must be there.
-    rounded = 1 << math.ceil(math.log2(nbytes))
-    there = host.memory().usable
-    if rounded > there:
-        raise CommandError(
-            f"pinning {gigabytes(nbytes)} by torch takes {gigabytes(rounded)} and {gigabytes(there)} is there: "
-            "lower --pin-bytes"
-        )
-    elements = nbytes // 4
-    touch, memory = seconds_of(lambda: host_memory.on_huge_pages(elements), device)
-    registration = host_memory.registered(memory, device)
-    register, _ = seconds_of(registration.__enter__, device)
-    registration.__exit__(None, None, None)
-    del memory
-    allocator, pinned = seconds_of(lambda: torch.empty(elements, dtype=torch.float32, pin_memory=True), device)
-    del pinned
-    return {
-        "bytes": nbytes,
-        "torch_seconds": allocator,
-        "touch_seconds": touch,
-        "register_seconds": register,
-        "times_faster": allocator / (touch + register),
     }

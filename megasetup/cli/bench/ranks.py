@@ -131,28 +131,28 @@ def _rank(rank: int, options: Options, barrier: Barrier) -> dict[str, Any]:
     levels = LEVELS[options.mode]
     alone: list[float] = []
     together: list[float] = []
-    with Buffers(flat_elements(options.shapes), options.mode, device) as buffers:
-        workload = Workload.build(options.shapes, buffers)
-        plan = SyncPlan.from_copies(workload.copies(levels))
-        plan.run()
-        for turn in range(options.ranks):
-            barrier.wait(_PHASE_SECONDS)
-            if turn == rank:
-                for _ in range(options.repeat):
-                    workload.poison(levels)
-                    alone.append(seconds_of(plan.run, device)[0])
+    buffers = Buffers(flat_elements(options.shapes), options.mode, device)
+    workload = Workload.build(options.shapes, buffers)
+    plan = SyncPlan.from_copies(workload.copies(levels))
+    plan.run()
+    for turn in range(options.ranks):
         barrier.wait(_PHASE_SECONDS)
-        reports = []
-        for _ in range(options.repeat):
-            workload.poison(levels)
-            barrier.wait(_PHASE_SECONDS)
-            seconds, report = seconds_of(plan.run, device)
-            together.append(seconds)
-            reports.append(report.to_dict())
+        if turn == rank:
+            for _ in range(options.repeat):
+                workload.poison(levels)
+                alone.append(seconds_of(plan.run, device)[0])
+    barrier.wait(_PHASE_SECONDS)
+    reports = []
+    for _ in range(options.repeat):
+        workload.poison(levels)
         barrier.wait(_PHASE_SECONDS)
-        wrong = workload.wrong(levels)
-        barrier.wait(_PHASE_SECONDS)
-        writes = measure_host_writes(buffers.clones)
+        seconds, report = seconds_of(plan.run, device)
+        together.append(seconds)
+        reports.append(report.to_dict())
+    barrier.wait(_PHASE_SECONDS)
+    wrong = workload.wrong(levels)
+    barrier.wait(_PHASE_SECONDS)
+    writes = measure_host_writes(buffers.clones)
     return {
         "device": str(device),
         "threads": kernels.get_num_threads(),

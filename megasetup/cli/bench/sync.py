@@ -81,12 +81,12 @@ def measure(options: Options, progress: Steps) -> dict[str, Any]:
     results = []
     for mode in options.modes:
         progress.next(f"{mode}: making {elements / 1e9:.2f} B weights and their copies")
-        with Buffers(elements, mode, options.device) as buffers:
-            for shapes in options.shapes:
-                workload = Workload.build(shapes, buffers)
-                if options.folder is not None:
-                    load_safetensors(options.folder, workload)
-                results.append(_measure_one(workload, options, limits, progress))
+        buffers = Buffers(elements, mode, options.device)
+        for shapes in options.shapes:
+            workload = Workload.build(shapes, buffers)
+            if options.folder is not None:
+                load_safetensors(options.folder, workload)
+            results.append(_measure_one(workload, options, limits, progress))
         del buffers, workload
         if options.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -187,13 +187,25 @@ def show_host(data: dict[str, Any], console: Console) -> None:
     console.print(rows)
     if not data["verified"]:
         console.print("[bold red]The kernels' values differ from torch's.[/bold red]")
-    pinning = data["pinning"]
-    if pinning is None:
+    if not data["pinning"]:
         console.print("Pinning was not timed: no GPU is usable here.")
-        return
-    title(console, f"Pinning {gigabytes(pinning['bytes'])}")
-    rows = table(("way", "time", "faster"))
-    rows.add_row("torch's allocator", duration(pinning["torch_seconds"]), "1")
-    arena = pinning["touch_seconds"] + pinning["register_seconds"]
-    rows.add_row("huge pages, touched and registered", duration(arena), times(pinning["times_faster"]))
+    for result in data["pinning"]:
+        _show_pinning(result, console)
+
+
+def _show_pinning(result: dict[str, Any], console: Console) -> None:
+    needed = result["needed_bytes"]
+    title(console, f"Pinning {gigabytes(needed)} in {result['tensors']:,} tensors: {result['name']}")
+    rows = table(("way", "time", "faster", "pinned", "of what is needed", "machine has less"))
+    ways = (("torch's allocator", "torch", "1"), ("one arena", "arena", times(result["times_faster"])))
+    for label, name, faster in ways:
+        way = result[name]
+        rows.add_row(
+            label,
+            duration(min(way["seconds"])),
+            faster,
+            gigabytes(way["pinned_bytes"]),
+            f"{way['pinned_bytes'] / needed:.2f}",
+            gigabytes(max(0, way["machine_bytes"])),
+        )
     console.print(rows)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -87,7 +86,7 @@ def _random(flat: torch.Tensor) -> None:
 
 
 class Buffers:
-    """The flat buffers of one mode, large enough for every shape set of a run. A context manager: pins on entry.
+    """The flat buffers of one mode, large enough for every shape set of a run.
 
     Args:
         elements: of the largest set.
@@ -100,23 +99,13 @@ class Buffers:
 
     def __init__(self, elements: int, mode: str, device: torch.device) -> None:
         self.mode, self.device = mode, device
-        pinned = mode == STANDARD and device.type == "cuda"
-        self.clones = host_memory.on_huge_pages(elements) if pinned else host_memory.pageable(elements)
+        if mode == STANDARD and device.type == "cuda":
+            self.clones = host_memory.pinned(elements, device)
+        else:
+            self.clones = host_memory.pageable(elements)
         self.weights = torch.empty(elements, dtype=torch.bfloat16, device=device)
         _random(self.weights)
         self.shards = torch.zeros(elements, dtype=torch.float32, device=device) if mode == STANDARD else None
-        self._pinned: AbstractContextManager[None] = (
-            host_memory.registered(self.clones, device) if pinned else nullcontext()
-        )
-
-    def __enter__(self) -> Buffers:
-        self._pinned.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pinned.__exit__(kind, error, trace)
 
     def pinned_for_checking(self) -> AbstractContextManager[None]:
         """Pin pageable clones for the duration of a check, which then runs at the wire's speed."""
