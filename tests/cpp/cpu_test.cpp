@@ -3,6 +3,7 @@
 // With --no-fork it leaves the test of fork out: neither user-mode emulators nor
 // ThreadSanitizer support threads in a forked child.
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -20,6 +22,7 @@
 
 #include "common/floats.h"
 #include "cpu/feed.h"
+#include "cpu/host_memory.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/pool.h"
@@ -488,6 +491,60 @@ void test_pool_fork() {
   check(widen(segments, never), "the parent goes on");
 }
 
+size_t resident(const HostMemory& memory) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  std::vector<unsigned char> there(memory.size() / page);
+  if (mincore(memory.data(), memory.size(), there.data()) != 0) return 0;
+  return page * static_cast<size_t>(std::count_if(there.begin(), there.end(), [](unsigned char c) { return c & 1; }));
+}
+
+void test_host_memory() {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t bytes = (5 << 20) + 1;
+  HostMemory memory(bytes);
+  check(memory.size() == (bytes + page - 1) / page * page, "host memory is rounded up to a page");
+  check(reinterpret_cast<uintptr_t>(memory.data()) % page == 0, "host memory begins with a page");
+  check(resident(memory) == 0, "host memory takes nothing before it is touched");
+  check(memory.touch(0, bytes, never) && resident(memory) == memory.size(),
+        "touched memory is there, to the last page");
+  check(memory.touch(bytes, bytes, never) && memory.touch(0, 100 * bytes, never),
+        "touching nothing, or beyond the end");
+  check(std::all_of(memory.data(), memory.data() + bytes, [](char c) { return c == 0; }), "host memory reads as zeros");
+  bool refused = false;
+  try {
+    const HostMemory too_much(size_t{1} << 60);
+  } catch (const std::runtime_error& error) {
+    refused = std::string(error.what()).find("cannot map 1152921504606846976 bytes") != std::string::npos;
+  }
+  check(refused, "memory that cannot be mapped is an error that says how much it was");
+}
+
+class KeptMemory : public HostMemory {
+ public:
+  using HostMemory::HostMemory;
+  using HostMemory::keep_from_children;
+};
+
+void test_host_memory_fork() {
+  auto memory = std::make_unique<KeptMemory>(1 << 20);
+  memory->data()[0] = 7;
+  memory->keep_from_children();
+  const pid_t child = fork();
+  if (child == 0) {
+    // What comes to lie at the address that is free in the child must outlive the object.
+    void* other = mmap(memory->data(), memory->size(), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    const bool absent = other == memory->data();
+    memory.reset();
+    if (absent) static_cast<volatile char*>(other)[0] = 1;
+    _exit(absent ? 0 : 1);
+  }
+  int status = -1;
+  check(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
+        "a child has no memory that is kept from it, and unmaps nothing");
+  check(memory->data()[0] == 7, "the parent keeps it");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -514,7 +571,11 @@ int main(int argc, char** argv) {
   test_feed();
   test_pool_cores();
   test_pool_shutdown();
-  if (argc < 2 || std::string(argv[1]) != "--no-fork") test_pool_fork();
+  test_host_memory();
+  if (argc < 2 || std::string(argv[1]) != "--no-fork") {
+    test_pool_fork();
+    test_host_memory_fork();
+  }
   Pool::instance().shutdown();
   std::string names;
   for (const std::string& name : kernel_names()) names += " " + name;
