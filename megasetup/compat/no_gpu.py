@@ -1,0 +1,49 @@
+"""Lets Megatron and Bridge convert a checkpoint where there is no GPU, or without touching the one there is.
+
+Some of their code asks torch.cuda whatever the model's device is: the checkpoint writer synchronises and makes its flag
+tensors on the current CUDA device, routers and rotary embeddings put buffers there, and the saver collects the CUDA
+generator's state even when it is not to be saved. Without a driver each of these raises. While `no_gpu` is in effect,
+the current device is the CPU and there is nothing to wait for.
+
+Needed with megatron-core up to 0.19.2 and megatron-bridge up to 0.6.2; may go when they convert without CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def _current_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _no_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _no(*_args: Any, **_kwargs: Any) -> bool:
+    return False
+
+
+@contextmanager
+def no_gpu() -> Iterator[None]:
+    """Answer for torch.cuda as a machine without a GPU would, and without an error, while the block runs.
+
+    It holds for the whole process, so no other thread should be using the GPU meanwhile.
+    """
+    with (
+        mock.patch.object(torch.cuda, "is_available", _no),
+        mock.patch.object(torch.cuda, "current_device", _current_device),
+        mock.patch.object(torch.cuda, "synchronize", _nothing),
+        mock.patch.object(torch.cuda, "get_rng_state", _no_state),
+    ):
+        yield
