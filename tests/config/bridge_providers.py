@@ -1,4 +1,4 @@
-"""Real Megatron-Bridge providers for the tests of settings, made from small Hugging Face configs without any network."""
+"""Real Megatron-Bridge providers for tests of settings, made from small Hugging Face configs without any network."""
 
 from __future__ import annotations
 
