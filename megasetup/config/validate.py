@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from megasetup.config.errors import ConfigAttributeError, ConfigError, Problem, Problems
@@ -31,7 +30,7 @@ class Findings:
 
     Attributes:
         problems: what must be put right.
-        warnings: keys that nothing reads. A strict pass puts them among the problems.
+        warnings: keys that are not known. A strict pass puts them among the problems.
     """
 
     problems: Problems = field(default_factory=Problems)
@@ -80,8 +79,7 @@ def rules() -> Sequence[Rule]:
 
     return (
         runtime.validate_policy_config,
-        # A provider that has no fields of its own takes all of them.
-        lambda config: parallelism.apply_parallelism_config(SimpleNamespace(), config),
+        parallelism.validate_parallelism_config,
         performance.fp8_settings,
         optimizer.validate_optimizer_config,
         data_parallel.validate_data_parallel_config,

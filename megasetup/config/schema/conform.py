@@ -57,7 +57,7 @@ def check(config: Any, section: Any, path: str, problems: Problems) -> list[Prob
         else:
             kind = ConfigTypeError if error["type"].endswith("_type") else ConfigError
             found, wanted = _value(plain, names), type_at(section, names)
-            problems.add(dotted(path, names), found, f"must be {in_words(wanted)}{_hint(found)}", kind)
+            problems.add(dotted(path, names) or "the config", found, f"must be {in_words(wanted)}{_hint(found)}", kind)
     return [warning for names in unknown if (warning := _unknown(names, plain, section, path)) is not None]
 
 
@@ -138,7 +138,7 @@ def _unknown(names: Names, plain: Any, section: Any, path: str) -> Problem | Non
     if near is None and is_open(parent):
         return None
     meant = dotted(path, (*inner, near)) if near else _elsewhere(str(name), section, path)
-    remedy = f"nothing reads this key; did you mean {meant}?" if meant else "nothing reads this key"
+    remedy = f"not a known key; did you mean {meant}?" if meant else "not a known key"
     return Problem(dotted(path, names), _value(plain, names), remedy)
 
 

@@ -56,6 +56,9 @@ class OptimizerConfig(TypedDict, total=False):
             "false",
         ),
     ]
+    use_layer_wise_distributed_optimizer: Annotated[
+        bool, Key("Gives each rank whole layers instead of shards.", "OptimizerConfig", "false")
+    ]
     use_precision_aware_optimizer: Annotated[
         bool, Key("Keeps the state in the dtypes below instead of FP32.", "OptimizerConfig", "false")
     ]
