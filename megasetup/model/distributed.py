@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -18,11 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from megasetup.config.environment import configure_refit_environment, configure_rendezvous_environment
 
 _logger = logging.getLogger("megasetup")
 
+_MEETING = timedelta(minutes=10)  # torch's own timeout for ranks that are still starting
 _BARRIER = timedelta(seconds=60)  # a rank that has died never comes, and the others go on without it
 
 
@@ -105,11 +109,34 @@ def setup_distributed(config: Mapping[str, Any]) -> None:
     configure_rendezvous_environment()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group("nccl")
+        _init_process_group("nccl")
         return
     warnings.warn(
         "no GPU is visible to this process, so its process group is gloo: enough for conversion and tests, not for "
         "training. If there should be one, look at CUDA_VISIBLE_DEVICES and `megasetup doctor`",
         stacklevel=2,
     )
-    dist.init_process_group("gloo")
+    _init_process_group("gloo")
+
+
+def _init_process_group(backend: str) -> None:
+    """Make the default process group at the launcher's address, also when there was one before at the same address.
+
+    A store that outlives a process group, as torchrun's does, still holds its keys, and NCCL would take an old one for
+    a new one. A store that ends with its group, as rank 0's own does, may still answer others for a moment. So each
+    group has a number in the store, and a rank goes on when it has met all others under that number.
+    """
+    deadline = time.monotonic() + _MEETING.total_seconds()
+    while True:
+        try:
+            store, rank, world = next(rendezvous("env://", timeout=_MEETING))
+            turn = store.add(f"megasetup/turn/{rank}", 1)
+            store = distributed_c10d.PrefixStore(f"megasetup/{turn}", store)
+            store.set(f"here/{rank}", "1")
+            store.wait([f"here/{other}" for other in range(world)], _MEETING)
+            break
+        except dist.DistNetworkError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)

@@ -107,12 +107,19 @@ class FailureWatch:
         root = self._served.clone()
         turn = root.add(f"megasetup/{self._name}/turn/{self.rank}", 1)
         self._store = distributed_c10d.PrefixStore(f"megasetup/{self._name}/{turn}", root)
-        self._thread = threading.Thread(target=self._watch, name="megasetup-failure-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, args=(self._store.clone(),), name="megasetup-failure-watch", daemon=True
+        )
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._failure is None:
+            # The store's port is needed again should the process group be made anew.
+            self._store = self._served = None
 
     @property
     def failure(self) -> Failure | None:
@@ -129,7 +136,7 @@ class FailureWatch:
         self._over.set()
         if self._store is None:
             return
-        store = self._store.clone()  # (the thread may be using the other one)
+        store = self._store
         try:
             store.compare_set("failure", "", json.dumps(asdict(failure)))
             self._await_acknowledgements(store)
@@ -147,7 +154,7 @@ class FailureWatch:
         if self._store is None:
             return
         try:
-            self._wait_for_all(self._store.clone())
+            self._wait_for_all(self._store)
         except dist.DistError:
             self.raise_if_peer_failed()
             raise
@@ -173,21 +180,17 @@ class FailureWatch:
         while store.add("acknowledged", 0) < self.world_size - 1 and time.monotonic() < deadline:
             time.sleep(_POLL / 5)
 
-    def _watch(self) -> None:
+    def _watch(self, store: Any) -> None:
         while not self._over.wait(_POLL):
             try:
-                if not self._store.check(["failure"]):
+                if not store.check(["failure"]):
                     continue
-                self._failure = Failure(**json.loads(self._store.get("failure")))
-                self._store.add("acknowledged", 1)
-                self._await_acknowledgements(self._store)
+                self._failure = Failure(**json.loads(store.get("failure")))
+                store.add("acknowledged", 1)
+                self._await_acknowledgements(store)
             except dist.DistError as error:
-                self._failure = Failure(
-                    0,
-                    "unknown",
-                    f"the process group's store is gone ({error})",
-                    "read the log of rank 0, which held it",
-                )
+                gone = f"the process group's store is gone ({error})"
+                self._failure = Failure(0, "unknown", gone, "read the log of rank 0, or of torchrun, which held it")
             break
         if self._failure is None:
             return
