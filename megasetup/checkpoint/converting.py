@@ -19,25 +19,12 @@ import torch.distributed as dist
 from megasetup.checkpoint.bridges import open_model
 from megasetup.checkpoint.marks import FIRST_ITERATION, RUN_CONFIG
 from megasetup.checkpoint.progress import bytes_below, watch
+from megasetup.checkpoint.settings import ALONE, changed
 from megasetup.checkpoint.worlds import parallel_state_of, uses_gpu
 from megasetup.compat.bridge import import_bridge
 from megasetup.compat.local_layers import fields_of_the_machine, local_layer_settings
 from megasetup.compat.no_gpu import no_gpu
 from megasetup.compat.transformer_engine import is_installed
-
-# What shares the model out, with the values of a process alone.
-_ALONE: Mapping[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "sequence_parallel": False,
-}
-# What Bridge or Megatron derives while a model is built.
-_DERIVED = ("pipeline_dtype", "use_cpu_initialization", "variable_seq_lengths")
 
 
 @dataclass(frozen=True)
@@ -90,8 +77,8 @@ def convert(conversion: Conversion, folder: Path, final: Path) -> None:
         provider = bridge.to_megatron_provider(load_weights=True)
         _override_specs(provider, conversion)
         local = not uses_gpu() or not is_installed()
-        settings = _sizes(provider, conversion.sizes) | (local_layer_settings(provider) if local else {})
-        with _settings(provider, settings) as put_back, _explained(provider, local, conversion.sizes):
+        settings = _sizes(conversion.sizes) | (local_layer_settings(provider) if local else {})
+        with changed(provider, settings) as put_back, _explained(provider, local, conversion.sizes):
             provider.finalize()
             with parallel_state_of(provider):
                 model = provider.provide_distributed_model(
@@ -121,26 +108,8 @@ def _override_specs(provider: Any, conversion: Conversion) -> None:
         setattr(provider, names[0], conversion.hybrid_stack_spec)
 
 
-def _sizes(provider: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = dict(_ALONE)
-    if dist.get_world_size() > 1:
-        wanted |= {name: sizes[name] for name in _ALONE if name in sizes}
-    return {name: value for name, value in wanted.items() if hasattr(provider, name)}
-
-
-@contextlib.contextmanager
-def _settings(provider: Any, settings: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-    """Change fields of the provider; gives the function that puts them back, those derived from them included."""
-    names = {*settings, *(name for name in _DERIVED if hasattr(provider, name))}
-    before = {name: getattr(provider, name) for name in names}
-
-    def put_back() -> None:
-        for name, value in before.items():
-            setattr(provider, name, value)
-
-    for name, value in settings.items():
-        setattr(provider, name, value)
-    yield put_back
+def _sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {**ALONE, **sizes} if dist.get_world_size() > 1 else dict(ALONE)
 
 
 @contextlib.contextmanager
@@ -155,7 +124,7 @@ def _explained(provider: Any, local: bool, sizes: Mapping[str, Any]) -> Iterator
                 "(vision, hybrid) may need it: convert on a machine with a GPU and Transformer Engine"
             )
         if dist.get_world_size() > 1:
-            shown = ", ".join(f"{name} {sizes[name]}" for name in _ALONE if name in sizes)
+            shown = ", ".join(f"{name} {sizes[name]}" for name in ALONE if name in sizes)
             error.add_note(f"megasetup: {dist.get_world_size()} ranks convert with {shown or 'all parallel sizes 1'}")
         raise
 

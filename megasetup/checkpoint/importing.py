@@ -28,6 +28,7 @@ from megasetup.checkpoint.converting import Conversion, convert
 from megasetup.checkpoint.locks import FileLock
 from megasetup.checkpoint.marks import MARK, what_is_missing, write_mark
 from megasetup.checkpoint.progress import LOG_EVERY_SECONDS
+from megasetup.checkpoint.settings import ALONE
 from megasetup.checkpoint.worlds import lone_world
 from megasetup.config.fields import section
 
@@ -35,17 +36,6 @@ _logger = logging.getLogger("megasetup")
 
 _RETRY_SECONDS = 0.2
 _ABANDONED_SECONDS = 3600.0
-# The keys of policy.megatron_cfg that a conversion reads.
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "sequence_parallel",
-)
 
 
 def handle_model_import(
@@ -143,7 +133,7 @@ def import_model_from_hf(
     settings = megatron_cfg or {}
     conversion = Conversion(
         hf_model_name=hf_model_name,
-        sizes={name: settings[name] for name in _SIZES if name in settings},
+        sizes={name: settings[name] for name in ALONE if name in settings},
         overrides=dict(hf_config_overrides or {}),
         trust_remote_code=trust_remote_code,
         model_post_wrap_hook=model_post_wrap_hook,
