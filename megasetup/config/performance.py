@@ -18,7 +18,16 @@ from megasetup.config.errors import (
     Problems,
     config_error,
 )
-from megasetup.config.fields import MEGATRON, effective, megatron_cfg, same_names, section, set_field, set_fields
+from megasetup.config.fields import (
+    MEGATRON,
+    effective,
+    has_field,
+    megatron_cfg,
+    same_names,
+    section,
+    set_field,
+    set_fields,
+)
 from megasetup.config.graphs import generation_graph_impl, uses_training_graphs
 
 FIELDS = same_names(
@@ -71,8 +80,8 @@ def apply_performance_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
     """
     megatron = megatron_cfg(config)
     problems = Problems()
-    with problems.collect():
-        set_field(model_cfg, "parallel_output", True, MEGATRON)
+    if has_field(model_cfg, "parallel_output"):
+        model_cfg.parallel_output = True
     with problems.collect():
         _apply_recompute(model_cfg, megatron)
     if not getattr(model_cfg, "gated_linear_unit", False) and getattr(model_cfg, "activation_func", None) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,8 @@ def provider_from_hf(config: Mapping[str, Any], hf_model_name: str) -> Any:
         ValueError: Megatron-Bridge does not know the architecture.
     """
     patch_hf_configs()
-    kwargs: dict[str, Any] = dict(section(config, "hf_config_overrides"))
+    # (a copy, because Bridge and transformers fill in what nested overrides leave out)
+    kwargs: dict[str, Any] = copy.deepcopy(dict(section(config, "hf_config_overrides")))
     megatron = section(config, "megatron_cfg")
     if "trust_remote_code" in megatron:
         kwargs["trust_remote_code"] = megatron["trust_remote_code"]

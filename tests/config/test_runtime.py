@@ -280,6 +280,18 @@ class TestProvider:
         assert model_cfg.num_layers == 2
         assert container.checkpoint.pretrained_checkpoint == str(tmp_path)
 
+    def test_nested_hugging_face_overrides_reach_the_provider_and_stay_as_they_are(
+        self, hf_folder: str, tmp_path: Path
+    ) -> None:
+        config = base() | {
+            "pretrained_checkpoint": {"path": str(tmp_path), "format": "megatron_lm"},
+            "hf_config_overrides": {"rope_scaling": dict(YARN)},
+        }
+        before = copy.deepcopy(config)
+        _, model_cfg = setup_model_config(config, 0, torch.bfloat16, hf_folder, str(tmp_path))
+        assert (model_cfg.position_embedding_type, model_cfg.yarn_rotary_scaling_factor) == ("yarn", 4.0)
+        assert config == before
+
     def test_a_missing_run_config_names_the_rank_and_the_usual_cause(self, hf_folder: str, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError) as raised:
             setup_model_config(base(), 3, torch.bfloat16, hf_folder, str(tmp_path))
