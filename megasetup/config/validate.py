@@ -75,7 +75,7 @@ def examine_file(config: Mapping[str, Any], *, strict: bool = False) -> Findings
 def rules() -> Sequence[Rule]:
     """The checks between settings that the config alone decides."""
     # (here, because they need torch)
-    from megasetup.config import data_parallel, logprobs, optimizer, overrides, parallelism, performance, runtime
+    from megasetup.config import data_parallel, logprobs, optimizer, overrides, parallelism, peft, performance, runtime
 
     return (
         runtime.validate_policy_config,
@@ -84,6 +84,7 @@ def rules() -> Sequence[Rule]:
         optimizer.validate_optimizer_config,
         data_parallel.validate_data_parallel_config,
         logprobs.validate_chunking_config,
+        peft.validate_peft_config,
         lambda config: overrides.validate_model_override_conflicts(
             megatron_cfg(config), section(config, "megatron_cfg", "model_overrides")
         ),

@@ -160,6 +160,7 @@ def test_problems_of_every_kind_come_together() -> None:
             "use_fused_linear_logprobs": True,
             "distributed_data_parallel_config": {"overlap_param_gather": True},
             "model_overrides": {"sequence_parallel": True},
+            "peft": {"enabled": True, "dim": 8},
         },
         logprob_chunk_size=4,
         reward_model_cfg={"enabled": True},
@@ -178,6 +179,7 @@ def test_problems_of_every_kind_come_together() -> None:
         f"{M}.distributed_data_parallel_config.overlap_param_gather",
         f"{M}.defer_fp32_logits",
         f"{M}.model_overrides.sequence_parallel",
+        f"{M}.peft.alpha",
         "policy.reward_model_cfg.enabled",
         *(
             f"policy.hf_config_overrides.rope_scaling.{name}"

@@ -2,19 +2,20 @@
 
 from typing import Annotated, Any, Literal, Required, TypedDict
 
-from .key import TRAINER, Count, Fraction, Key, Size, section
+from .key import TRAINER, Count, DtypeName, Fraction, Key, Size, open_section, section
 from .optimizer import DistributedDataParallelConfig, OptimizerConfig, SchedulerConfig
 from .parallelism import FreezeKeys, MoeKeys, MtpKeys, ParallelismKeys
 from .performance import CudaGraphKeys, Fp8Config, KernelKeys, LogitsKeys, OffloadKeys, RecomputeKeys
 
 
-@section
+@open_section
 class PeftConfig(TypedDict, total=False):
-    """LoRA."""
+    """LoRA. Fields of Bridge's LoRA that are not listed are passed on."""
 
     enabled: Required[Annotated[bool, Key("Trains adapters beside a frozen model.", "this section")]]
     target_modules: Annotated[
-        list[str] | None, Key("Layers that get an adapter; empty for all linear ones.", "LoRA.target_modules", "LoRA's")
+        list[str] | None,
+        Key("Layers that get an adapter; an empty list for all linear ones.", "LoRA.target_modules", "LoRA's"),
     ]
     exclude_modules: Annotated[list[str] | None, Key("Layers that get none.", "LoRA.exclude_modules", "LoRA's")]
     dim: Annotated[Size, Key("The adapters' rank.", "LoRA.dim", "needed when enabled")]
@@ -26,7 +27,13 @@ class PeftConfig(TypedDict, total=False):
     a2a_experimental: Annotated[
         bool, Key("Exchanges by all-to-all under sequence parallelism.", "LoRA.a2a_experimental", "LoRA's")
     ]
-    lora_dtype: Annotated[str | None, Key("The adapters' dtype.", "LoRA.lora_dtype", "the model's")]
+    share_expert_adapters: Annotated[
+        bool, Key("Gives a layer's experts one adapter together.", "LoRA.share_expert_adapters", "LoRA's")
+    ]
+    normalize_moe_lora: Annotated[
+        bool, Key("Divides an expert's rank by the number of experts of a token.", "LoRA.normalize_moe_lora", "LoRA's")
+    ]
+    lora_dtype: Annotated[DtypeName | None, Key("The adapters' dtype.", "LoRA.lora_dtype", "the model's")]
 
 
 @section
