@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from .key import TRAINER, Count, DtypeName, Key, Size, section
+from .key import Count, DtypeName, Key, Size, section
 
 
 @section
@@ -155,7 +155,9 @@ class MoeKeys(TypedDict, total=False):
             "the environment's, else whether expert_model_parallel_size is above 4, with a warning",
         ),
     ]
-    moe_per_layer_logging: Annotated[bool, Key("Logs each layer's balancing loss by itself.", TRAINER, "the trainer's")]
+    moe_per_layer_logging: Annotated[
+        bool, Key("Logs each layer's balancing loss by itself.", "provider.moe_per_layer_logging")
+    ]
     freeze_moe_router: Annotated[
         bool,
         Key(
