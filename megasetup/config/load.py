@@ -55,7 +55,10 @@ class Loaded(NamedTuple):
     origins: dict[str, str]
 
     def located(self, problem: Problem) -> Problem:
-        """The same problem, with the place that its value comes from at the end of the remedy."""
+        """The same problem, with the place that its value comes from at the end of the remedy.
+
+        For a key that is missing, the place of the section that it is missing from.
+        """
         return _located(problem, self.origins)
 
 
@@ -236,7 +239,11 @@ def _add(problem: Problem, origins: dict[str, str], problems: Problems) -> None:
 
 
 def _located(problem: Problem, origins: dict[str, str]) -> Problem:
-    origin = origins.get(problem.path)
+    path = problem.path
+    origin = origins.get(path)
+    while origin is None and problem.found is MISSING and "." in path:
+        path = path.rpartition(".")[0]
+        origin = origins.get(path)
     return problem if origin is None else dataclasses.replace(problem, remedy=f"{problem.remedy} ({origin})")
 
 

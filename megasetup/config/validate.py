@@ -24,6 +24,21 @@ type Rule = Callable[[Mapping[str, Any]], object]
 """A check between settings of one policy, which raises a ConfigError."""
 
 
+type Locate = Callable[[Problem], Problem]
+"""Adds to a problem where its value comes from."""
+
+
+class _LocatedProblems(Problems):
+    """Problems that say where their values come from."""
+
+    def __init__(self, locate: Locate) -> None:
+        super().__init__()
+        self._locate = locate
+
+    def add(self, path: str, found: Any, remedy: str, kind: type[ConfigError] = ConfigError) -> None:
+        super().add(path, found, self._locate(Problem(path, found, remedy)).remedy, kind)
+
+
 @dataclass
 class Findings:
     """What one pass found.
@@ -62,14 +77,15 @@ def examine_value(config: Mapping[str, Any], *, strict: bool = False) -> Finding
     return _examine(config, ValueConfig, "value", ("value",), strict)
 
 
-def examine_file(config: Mapping[str, Any], *, strict: bool = False) -> Findings:
+def examine_file(config: Mapping[str, Any], *, strict: bool = False, locate: Locate | None = None) -> Findings:
     """Find everything that is wrong with a trainer's file: its `policy` and, where there is one, its `value`.
 
     Args:
         config: what the file holds (`load_config`). Its other sections are the trainer's and are not looked at.
         strict: an unknown key is a problem, not a warning.
+        locate: adds to a problem where its value comes from (`Loaded.located`: file and line).
     """
-    return _examine(config, TrainerConfig, "", ("policy", "value"), strict)
+    return _examine(config, TrainerConfig, "", ("policy", "value"), strict, locate)
 
 
 def rules() -> Sequence[Rule]:
@@ -91,14 +107,16 @@ def rules() -> Sequence[Rule]:
     )
 
 
-def _examine(config: Any, schema: Any, path: str, models: Sequence[str], strict: bool) -> Findings:
-    findings = Findings()
+def _examine(
+    config: Any, schema: Any, path: str, models: Sequence[str], strict: bool, locate: Locate | None = None
+) -> Findings:
+    findings = Findings() if locate is None else Findings(_LocatedProblems(locate))
     unknown = check(config, schema, path, findings.problems)
     if strict:
         for problem in unknown:
             findings.problems.add(problem.path, problem.found, problem.remedy, ConfigAttributeError)
     else:
-        findings.warnings.extend(unknown)
+        findings.warnings.extend(unknown if locate is None else map(locate, unknown))
     for model in models:
         policy = config if path else config.get(model) if isinstance(config, Mapping) else None
         if isinstance(policy, Mapping):

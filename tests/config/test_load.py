@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from megasetup.config.errors import ConfigError, ConfigKeyError, ConfigTypeError, Problem
+from megasetup.config.errors import MISSING, ConfigError, ConfigKeyError, ConfigTypeError, Problem
 from megasetup.config.load import Loaded, load_config
 
 
@@ -62,6 +62,7 @@ def test_origins_name_the_file_that_had_the_last_word(write: Any) -> None:
     assert loaded.origins["seed"] == "command line"
     assert loaded.located(Problem("policy.lr", 2.0, "must be less")).remedy == f"must be less ({path}:3)"
     assert loaded.located(Problem("policy.other", 2.0, "must be less")).remedy == "must be less"
+    assert loaded.located(Problem("policy.a.b", MISSING, "must be given")).remedy == f"must be given ({path}:2)"
 
 
 def test_keys_that_a_yaml_merge_brings_have_their_own_lines(write: Any) -> None:

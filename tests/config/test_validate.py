@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from megasetup.config.errors import (
     ConfigTypeError,
     Problem,
 )
+from megasetup.config.load import load_config
 from megasetup.config.validate import examine_file, examine_policy, examine_value
 
 M = "policy.megatron_cfg"
@@ -314,4 +316,19 @@ def test_a_file_without_a_policy() -> None:
     findings = examine_file({"polcy": policy(), "cluster": {}})
     assert [str(problem) for problem in findings.problems] == [
         "policy is missing: must be given: a mapping; polcy looks like a slip of the pen"
+    ]
+
+
+def test_problems_say_where_their_values_come_from(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("policy:\n  model_name: 1\n  megatron_cfg:\n    train_iter: 1\n    optimizer:\n      lr: x\n")
+    loaded = load_config(path, ["policy.megatron_cfg.optimizer.lr=y"])
+    findings = examine_file(loaded.config, locate=loaded.located)
+    assert [str(problem) for problem in findings.problems] == [
+        f"policy.model_name is 1: must be text ({path}:2)",
+        f"policy.precision is missing: must be given: float32, bfloat16 or float16 ({path}:1)",
+        "policy.megatron_cfg.optimizer.lr is 'y': must be a number or null (command line)",
+    ]
+    assert [str(warning) for warning in findings.warnings] == [
+        f"policy.megatron_cfg.train_iter is 1: not a known key; did you mean {M}.train_iters? ({path}:4)"
     ]
