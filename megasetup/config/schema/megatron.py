@@ -20,8 +20,13 @@ class PeftConfig(TypedDict, total=False):
     exclude_modules: Annotated[list[str] | None, Key("Layers that get none.", "LoRA.exclude_modules", "LoRA's")]
     dim: Annotated[Size, Key("The adapters' rank.", "LoRA.dim", "needed when enabled")]
     alpha: Annotated[float, Key("Their weight is alpha / dim.", "LoRA.alpha", "needed when enabled")]
-    dropout: Annotated[Fraction, Key("Dropout before or after the adapter.", "LoRA.dropout", "LoRA's")]
-    dropout_position: Annotated[Literal["pre", "post"], Key("Which.", "LoRA.dropout_position", "LoRA's")]
+    dropout: Annotated[
+        Fraction, Key("The share of the adapters' activations that is dropped.", "LoRA.dropout", "LoRA's")
+    ]
+    dropout_position: Annotated[
+        Literal["pre", "post"],
+        Key("Whether they are dropped before or after the adapter.", "LoRA.dropout_position", "LoRA's"),
+    ]
     lora_A_init_method: Annotated[str, Key("How the inner matrix starts.", "LoRA.lora_A_init_method", "LoRA's")]
     lora_B_init_method: Annotated[str, Key("How the outer matrix starts.", "LoRA.lora_B_init_method", "LoRA's")]
     a2a_experimental: Annotated[

@@ -26,7 +26,7 @@ class OptimizerConfig(TypedDict, total=False):
     decoupled_lr: Annotated[
         float | None, Key("Another highest rate for embeddings and the output layer.", "OptimizerConfig", "lr")
     ]
-    decoupled_min_lr: Annotated[float | None, Key("And its lowest.", "OptimizerConfig", "min_lr")]
+    decoupled_min_lr: Annotated[float | None, Key("The lowest value of that rate.", "OptimizerConfig", "min_lr")]
     weight_decay: Annotated[float, Key("Weight decay.", "OptimizerConfig", "0.01")]
     decoupled_weight_decay: Annotated[
         bool, Key("AdamW's weight decay, not one added to the gradient.", "OptimizerConfig", "true")
@@ -116,7 +116,7 @@ class SchedulerConfig(TypedDict, total=False):
         Key("The curve from lr to min_lr.", "SchedulerConfig", "linear"),
     ]
     lr_decay_iters: Annotated[
-        Size | None, Key("Steps from the end of the warm-up's start to min_lr.", "SchedulerConfig", "train_iters")
+        Size | None, Key("The step at which the rate reaches min_lr.", "SchedulerConfig", "train_iters")
     ]
     lr_warmup_iters: Annotated[Count, Key("Steps up to lr.", "SchedulerConfig", "0")]
     lr_warmup_init: Annotated[float, Key("The rate at which the warm-up starts.", "SchedulerConfig", "0.0")]

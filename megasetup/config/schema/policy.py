@@ -61,7 +61,7 @@ class ColocatedConfig(TypedDict, total=False):
             ),
         ]
     ]
-    resources: Annotated[ColocatedResources | None, Key("The GPUs when it does not.", TRAINER, _TRAINERS)]
+    resources: Annotated[ColocatedResources | None, Key("The GPUs that generation has of its own.", TRAINER, _TRAINERS)]
 
 
 @open_section
@@ -167,7 +167,7 @@ class RouterReplayConfig(TypedDict, total=False):
 class RewardModelConfig(TypedDict, total=False):
     """Reward models, which Megatron policies do not offer."""
 
-    enabled: Required[Annotated[bool, Key("true is an error here.", "validate_and_set_config")]]
+    enabled: Required[Annotated[bool, Key("Asks for one, which is an error.", "validate_and_set_config")]]
     reward_model_type: Annotated[str, Key("Which kind.", TRAINER, _TRAINERS)]
 
 
@@ -246,7 +246,7 @@ class SharedKeys(TypedDict, total=False):
     offload_optimizer_for_refit: Annotated[
         bool,
         Key(
-            "Moves it there while generation gets new weights.",
+            "Moves the optimizer to host memory while generation gets new weights.",
             "RuntimeConfig.offload_optimizer_for_refit",
             "true",
         ),
