@@ -93,7 +93,9 @@ def _drop_single_group(model_cfg: Any, megatron: Mapping[str, Any]) -> None:
 
 def _pad_experts_for_graphs(model_cfg: Any, config: Mapping[str, Any]) -> None:
     key = "moe_pad_experts_for_cuda_graph_inference"
-    size = _expert_parallel_size(model_cfg)
+    # (the model that generates may be split in its own way)
+    generation = section(config, "generation", "mcore_generation_config")
+    size = generation.get("expert_model_parallel_size") or _expert_parallel_size(model_cfg)
     if key in megatron_cfg(config) or size == 1 or generation_graph_impl(config) != "local":
         return
     set_field(model_cfg, key, True, GENERATION_KEY)

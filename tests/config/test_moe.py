@@ -159,6 +159,16 @@ class TestPaddedExperts:
         assert getattr(model_cfg, PAD) is True
         assert f"policy.megatron_cfg.{PAD} is switched on" in caplog.text
 
+    @pytest.mark.parametrize(("training", "generating", "padded"), [(1, 2, True), (2, 1, False)])
+    def test_the_generating_model_s_own_expert_parallelism_decides(
+        self, training: int, generating: int, padded: bool
+    ) -> None:
+        config = _generating() | policy(expert_model_parallel_size=training)
+        config["generation"]["mcore_generation_config"]["expert_model_parallel_size"] = generating
+        model_cfg = provider("moe")
+        apply_moe_config(model_cfg, config)
+        assert getattr(model_cfg, PAD) is padded
+
     def test_the_user_s_own_setting_is_kept(self, caplog: pytest.LogCaptureFixture) -> None:
         model_cfg = provider("moe")
         apply_moe_config(model_cfg, _generating() | policy(expert_model_parallel_size=2, **{PAD: False}))
