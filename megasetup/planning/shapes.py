@@ -191,7 +191,8 @@ def padded_vocabulary(provider: Any) -> int:
     if not provider.should_pad_vocab:
         return size
     padded = import_bridge("megatron.bridge.utils.vocab_utils").calculate_padded_vocab_size
-    return int(padded(size, provider.make_vocab_size_divisible_by, provider.tensor_model_parallel_size))
+    divisor, tensor = provider.make_vocab_size_divisible_by, provider.tensor_model_parallel_size
+    return int(padded(size, divisor, tensor, logging_enabled=False))
 
 
 def whole_parameters(chunks: list[Any], *, tensor: int, expert_tensor: int, expert: int, padding: int) -> int:
