@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,8 @@ def bytes_below(folder: Path) -> int:
     """The bytes that the files below a folder hold at this moment."""
     total = 0
     for file in folder.rglob("*"):
-        try:
-            total += file.stat().st_size
-        except OSError:  # (renamed or removed since it was listed)
-            continue
+        with suppress(OSError):  # (renamed or removed since it was listed)
+            total += file.stat().st_size if file.is_file() else 0
     return total
 
 
