@@ -211,6 +211,42 @@ _Overrides = Annotated[
 
 
 @app.command()
+def check(
+    config: _Config,
+    overrides: _Overrides = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A key that nobody reads is a problem, not a warning.")
+    ] = False,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of the run. Default: as few as its sizes allow.")
+    ] = None,
+    weights_path: Annotated[
+        Path | None, typer.Option(help="Where the trainer saves weights, to say what would be resumed.")
+    ] = None,
+    optimizer_path: Annotated[Path | None, typer.Option(help="Where the optimizer state to resume is.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of tables.")] = False,
+) -> None:
+    """Say everything that is wrong with a config, and what a run with it will do. Needs no GPU."""
+    from megasetup.cli import check as this
+    from megasetup.cli.console import stdout
+
+    found = this.examine(
+        config,
+        overrides or (),
+        strict=strict,
+        gpus=gpus,
+        weights_path=weights_path,
+        optimizer_path=optimizer_path,
+    )
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        this.show(found, stdout())
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def plan(
     config: _Config,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run.")],
@@ -244,6 +280,44 @@ def plan(
         )
     if not fits:
         raise typer.Exit(1)
+
+
+_Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Read it first.")]
+
+
+@app.command("import")
+def import_(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face id, or a folder with a config.json.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to make. Default: the cache folder in which a trainer looks.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG.yaml", help="For parallel sizes, hf_config_overrides and trust.")
+    ] = None,
+    trust_remote_code: _Trust = False,
+    force: Annotated[bool, typer.Option("--force", help="Convert though a checkpoint is there.")] = False,
+) -> None:
+    """Convert a Hugging Face model to a Megatron checkpoint. Needs no GPU; under torchrun all ranks convert."""
+    with _messages() as console:
+        from megasetup.cli.conversion import run_import
+
+        run_import(console, model, out=out, config=config, trust_remote_code=trust_remote_code, force=force)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="A Megatron-Bridge checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Hugging Face folder to make.")],
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face id or folder of its kind. Default: what it was converted from.")
+    ] = None,
+    trust_remote_code: _Trust = False,
+) -> None:
+    """Write a Megatron checkpoint as a Hugging Face folder. Needs no GPU."""
+    with _messages() as console:
+        from megasetup.cli.conversion import run_export
+
+        run_export(console, checkpoint, out=out, model=model, trust_remote_code=trust_remote_code)
 
 
 @app.command()

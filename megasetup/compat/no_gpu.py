@@ -1,9 +1,9 @@
 """Lets Megatron and Bridge convert a checkpoint where there is no GPU, or without touching the one there is.
 
 Some of their code asks torch.cuda whatever the model's device is: the checkpoint writer synchronises and makes its flag
-tensors on the current CUDA device, routers and rotary embeddings put buffers there, embeddings that two stages share are
-moved there, and the saver collects the CUDA generator's state even when it is not to be saved. Without a driver each of these raises. While `no_gpu` is in effect,
-the current device is the CPU and there is nothing to wait for.
+tensors on the current CUDA device, routers and rotary embeddings put buffers there, an embedding that two stages share
+is moved there, and the saver collects the CUDA generator's state even when it is not to be saved. Without a driver each
+of these raises. While `no_gpu` is in effect, the current device is the CPU and there is nothing to wait for.
 
 Needed with megatron-core up to 0.19.2 and megatron-bridge up to 0.6.2; may go when they convert without CUDA.
 """
