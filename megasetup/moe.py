@@ -87,8 +87,13 @@ def low_precision_buffers(model: nn.Module | Sequence[nn.Module]) -> list[torch.
 
 
 def _widened(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # A buffer whose elements are not side by side is rare, and made so first.
-    return kernels.widened([buffer if buffer.is_contiguous() else buffer.contiguous() for buffer in buffers])
+    try:
+        return kernels.widened(buffers)
+    except ValueError:
+        # A buffer whose elements are not side by side is rare, so that no time is spent on looking for one before.
+        if all(buffer.is_contiguous() for buffer in buffers):
+            raise
+    return kernels.widened([buffer.contiguous() for buffer in buffers])
 
 
 def recast_buffers(buffers: Sequence[torch.Tensor]) -> None:
@@ -107,8 +112,7 @@ def recast_buffers(buffers: Sequence[torch.Tensor]) -> None:
 
     Nothing has been changed when it raises.
     """
-    for buffer, target in zip(buffers, _widened(buffers), strict=True):
-        buffer.data = target
+    kernels.set_data(buffers, _widened(buffers))
 
 
 def recast_expert_bias(model: nn.Module | Sequence[nn.Module]) -> int:
@@ -134,8 +138,7 @@ def recast_expert_bias(model: nn.Module | Sequence[nn.Module]) -> int:
     # All is widened before anything is changed, so that an error in one group leaves the others as they were.
     widened = [(of_one_kind, _widened(of_one_kind)) for of_one_kind in alike.values()]
     for of_one_kind, targets in widened:
-        for buffer, target in zip(of_one_kind, targets, strict=True):
-            buffer.data = target
+        kernels.set_data(of_one_kind, targets)
     return len(buffers)
 
 

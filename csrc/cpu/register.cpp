@@ -4,6 +4,7 @@
 #include "cpu/parallel.h"
 #include "cpu/pool.h"
 #include "python.h"
+#include "vectors.h"
 
 namespace py = pybind11;
 
@@ -43,6 +44,26 @@ void register_cpu(py::module_& module) {
   cpu_module.def("narrow", [](const py::buffer& rows) {
     const auto segments = segments_of(rows, 2);
     without_gil([&] { return cpu::narrow(segments, signal_raised); });
+  });
+  module.def("set_data", &set_data, py::arg("tensors"), py::arg("values"));
+  py::class_<Vectors>(module, "Vectors")
+      .def_static("read", &read_vectors, py::arg("exchange_api"), py::arg("types"), py::arg("tensors"),
+                  py::arg("alignment"))
+      .def_readonly("counts", &Vectors::counts)
+      .def_readonly("places", &Vectors::places)
+      .def_readonly("total", &Vectors::total)
+      .def_readonly("padded", &Vectors::padded)
+      .def_property_readonly("on_gpu", &Vectors::on_gpu);
+  cpu_module.def("widen_vectors", [](const Vectors& vectors, uintptr_t target) {
+    if (vectors.on_gpu()) throw std::invalid_argument("vectors on a GPU");
+    std::vector<cpu::Segment> segments;
+    segments.reserve(vectors.sources.size());
+    for (size_t i = 0; i < vectors.sources.size(); ++i) {
+      segments.push_back({vectors.kind, vectors.sources[i], reinterpret_cast<void*>(target), vectors.counts[i]});
+      target += static_cast<uintptr_t>(vectors.places[i]) * sizeof(float);
+    }
+    const cpu::Segments list(std::move(segments));
+    without_gil([&] { return cpu::widen(list, signal_raised); });
   });
   cpu_module.def("compare", [](const py::buffer& rows) {
     const auto segments = segments_of(rows, 1);

@@ -2,6 +2,7 @@
 #include "gpu/convert.h"
 #include "gpu/cuda.h"
 #include "python.h"
+#include "vectors.h"
 
 namespace py = pybind11;
 
@@ -44,27 +45,23 @@ void register_gpu(py::module_& module) {
     const gpu::DeviceGuard guard(device);
     gpu::widen(segments, gpu::stream_of(stream));
   });
-  // Addresses and counts instead of rows, targets back to back from `target` on, each start rounded up to `alignment`
-  // elements: for many tiny tensors the making of rows in Python would take longer than the launch.
-  gpu_module.def("widen_into",
-                 [](int64_t kind, const std::vector<uintptr_t>& sources, const std::vector<int64_t>& counts,
-                    uintptr_t target, int64_t alignment, int device, uintptr_t stream) {
-                   if (kind < 0 || kind >= kKinds || sources.size() != counts.size() || alignment < 1) {
-                     throw std::invalid_argument("kind, addresses, counts and alignment do not go together");
-                   }
-                   std::vector<gpu::Segment> segments;
-                   segments.reserve(sources.size());
-                   for (size_t i = 0; i < sources.size(); ++i) {
-                     const auto bytes = static_cast<uintptr_t>((counts[i] + alignment - 1) / alignment * alignment *
-                                                               copy_bytes(static_cast<Kind>(kind)));
-                     segments.push_back({reinterpret_cast<void*>(sources[i]), reinterpret_cast<void*>(target), 0,
-                                         counts[i], static_cast<Kind>(kind)});
-                     target += bytes;
-                   }
-                   const py::gil_scoped_release release;
-                   const gpu::DeviceGuard guard(device);
-                   gpu::widen(segments, gpu::stream_of(stream));
-                 });
+  // Targets back to back from `target` on, as the vectors' places say; on the framework's current stream.
+  gpu_module.def("widen_vectors", [](const Vectors& vectors, uintptr_t target) {
+    if (!vectors.on_gpu()) throw std::invalid_argument("vectors in host memory");
+    std::vector<gpu::Segment> segments;
+    segments.reserve(vectors.sources.size());
+    for (size_t i = 0; i < vectors.sources.size(); ++i) {
+      segments.push_back({vectors.sources[i], reinterpret_cast<void*>(target), 0, vectors.counts[i], vectors.kind});
+      target += static_cast<uintptr_t>(vectors.places[i]) * sizeof(float);
+    }
+    void* stream = nullptr;
+    if (vectors.api->current_work_stream(dlpack::kCuda, vectors.device.index, &stream) != 0) {
+      throw py::error_already_set();
+    }
+    const py::gil_scoped_release release;
+    const gpu::DeviceGuard guard(vectors.device.index);
+    gpu::widen(segments, static_cast<cudaStream_t>(stream));
+  });
   gpu_module.def("narrow", [](const py::buffer& rows, int device, uintptr_t stream) {
     const auto segments = segments_of(rows, 2);
     const py::gil_scoped_release release;

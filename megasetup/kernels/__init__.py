@@ -4,7 +4,7 @@ Everything above this folder speaks of tensors; csrc/ speaks of addresses. This 
 where the same functions run in plain torch when the compiled module is absent.
 """
 
-from megasetup.kernels.convert import Comparison, compare, narrow, widen, widened
+from megasetup.kernels.convert import Comparison, compare, narrow, set_data, widen, widened
 from megasetup.kernels.native import NativeStatus, get_num_threads, native_status, set_num_threads
 from megasetup.kernels.transfer import CopyJob, Transfer, TransferStats
 
@@ -18,6 +18,7 @@ __all__ = [
     "get_num_threads",
     "narrow",
     "native_status",
+    "set_data",
     "set_num_threads",
     "widen",
     "widened",

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megasetup.kernels import native, plain
-from megasetup.kernels.rows import check_pair, kind_of
+from megasetup.kernels.rows import check_pair
 
 
 class Comparison(NamedTuple):
@@ -81,12 +80,15 @@ def widen(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
 # FP32 elements in 16 bytes, the widest store of a kernel.
 _ALIGNMENT = 4
 
+# Types whose memory is what they say; a subclass may be anything underneath.
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
 
 def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """New FP32 tensors with the values of small 16-bit ones, exactly: one allocation and, on a GPU, one launch.
 
-    Made for many tiny tensors, where Python's few microseconds a tensor are the whole cost: so the checks run over the
-    list at once, and the rows are made in C++.
+    Made for many tiny tensors, where Python's few microseconds a tensor are the whole cost: so they are read and
+    checked in C++, and one by one only where that is not possible, to say which is wrong.
 
     Args:
         sources: contiguous tensors of shape [n], n may differ, of bfloat16 or float16 alike, all on one device.
@@ -103,38 +105,83 @@ def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not sources:
         return []
-    # `map` over the list, once for each property: three times as quick as a loop that asks each tensor for all of them.
-    dtypes, indices = set(map(attrgetter("dtype"), sources)), set(map(torch.Tensor.get_device, sources))
+    vectors = _read(sources)
+    if vectors is None:
+        return _widened_one_by_one(sources)
+    flat = torch.empty(vectors.total, dtype=torch.float32, device=sources[0].device)
+    # Launched before the views are made, so that a GPU works meanwhile.
+    module: Any = native.load()
+    (module.gpu if vectors.on_gpu else module.cpu).widen_vectors(vectors, flat.data_ptr())
+    return _cut(flat, vectors.places, vectors.counts if vectors.padded else None)
+
+
+def _widened_one_by_one(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    counts = _checked_counts(sources)
+    places = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
+    flat = torch.empty(sum(places), dtype=torch.float32, device=sources[0].device)
+    targets = _cut(flat, places, counts if places != counts else None)
+    if flat.device.type != "meta":
+        widen(sources, targets)
+    return targets
+
+
+def _read(sources: Sequence[torch.Tensor]) -> Any:
+    """The sources as the compiled module reads them all in one call; None where it cannot, or one is not as it should.
+
+    This goes by DLPack's C interface, which needs no torch header; torch has it since 2.10.
+    """
+    exchange_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    device = sources[0].device
+    if exchange_api is None or device.type not in ("cpu", "cuda"):
+        return None
+    module = native.for_device(device)
+    # A tensor that holds its values negated shows them as they lie in memory.
+    if module is None or (device.type == "cpu" and any(map(torch.Tensor.is_neg, sources))):
+        return None
+    return module.Vectors.read(exchange_api, _PLAIN_TYPES, sources, _ALIGNMENT)
+
+
+def _checked_counts(sources: Sequence[torch.Tensor]) -> list[int]:
+    dtypes = {source.dtype for source in sources}
     if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
         raise TypeError(f"sources of {sorted(map(str, dtypes))}: they must all be torch.bfloat16, or all torch.float16")
-    device = sources[0].device
-    # The index tells GPUs apart; the device itself, which costs more to compare, the CPU from what else has no index.
-    if len(indices) > 1 or (device.type != "cuda" and any(source.device != device for source in sources)):
-        names = sorted({str(source.device) for source in sources})
-        raise ValueError(f"sources on {names}: one call takes one device")
-    if set(map(torch.Tensor.dim, sources)) != {1} or not all(map(torch.Tensor.is_contiguous, sources)):
-        index, odd = next((i, s) for i, s in enumerate(sources) if s.dim() != 1 or not s.is_contiguous())
-        raise ValueError(
-            f"source {index} has shape {tuple(odd.shape)} and strides {odd.stride()}: "
-            "it must have one dimension, and its elements side by side"
-        )
-    counts = [*map(torch.Tensor.numel, sources)]
-    places = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
-    flat = torch.empty(sum(places), dtype=torch.float32, device=device)
+    devices = {source.device for source in sources}
+    if len(devices) > 1:
+        raise ValueError(f"sources on {sorted(map(str, devices))}: one call takes one device")
+    for index, source in enumerate(sources):
+        if source.dim() != 1 or not source.is_contiguous():
+            raise ValueError(
+                f"source {index} has shape {tuple(source.shape)} and strides {source.stride()}: "
+                "it must have one dimension, and its elements side by side"
+            )
+    return [source.numel() for source in sources]
+
+
+def _cut(flat: torch.Tensor, places: list[int], counts: list[int] | None) -> list[torch.Tensor]:
     # Views made by one call; the unsafe split keeps no record that they are views, and nothing here sees autograd.
-    targets: Sequence[torch.Tensor] = flat.unsafe_split_with_sizes(places)
-    if places != counts:
-        targets = [target[:count] for target, count in zip(targets, counts, strict=True)]
-    if device.type == "meta":
-        return list(targets)
-    module = native.for_device(device)
-    if module is None or device.type == "cpu":
-        widen(sources, targets)
-    else:
-        addresses = [*map(torch.Tensor.data_ptr, sources)]
-        kind = kind_of(sources[0].dtype, torch.float32)
-        module.gpu.widen_into(kind, addresses, counts, flat.data_ptr(), _ALIGNMENT, device.index, _stream(device))
-    return list(targets)
+    # Of torch's ways to make many views it is the quickest, with chunk, unbind and split half as slow again.
+    views = flat.unsafe_split_with_sizes(places)
+    if counts is None:
+        return list(views)
+    return [view[:count] for view, count in zip(views, counts, strict=True)]
+
+
+def set_data(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """`tensor.data = value` for each pair: the tensor objects stay, and show the values' memory and dtype from then on.
+
+    Raises:
+        ValueError: not as many values as tensors; nothing has been set then.
+    """
+    if len(tensors) != len(values):
+        raise ValueError(
+            f"{len(tensors)} tensors and {len(values)} values: there must be as many of one as of the other"
+        )
+    module = native.load()
+    if module is not None:
+        module.set_data(list(tensors), list(values))
+        return
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data = value
 
 
 def narrow(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

@@ -67,7 +67,7 @@ def _check_room(nbytes: int, asked: int) -> None:
 
 
 def _gpu(device: torch.device | str | int | None) -> torch.device | None:
-    """The GPU to pin for; None where there is none, or the CPU was asked for."""
+    """The GPU to be near to; None where there is none, or the CPU was asked for."""
     wanted = None if device is None else torch.device(device)
     if wanted is not None and wanted.type != "cuda":
         return None
@@ -92,7 +92,7 @@ class PinnedArena:
         nbytes: bytes, as `nbytes_for` counts them; rounded up to a page.
         device: the GPU it is for: the memory lies on that GPU's NUMA node. The current one by default. With a CPU
             device, without a usable GPU or without the compiled module's GPU half the memory is the same, unpinned.
-        pin: False leaves it unpinned.
+        pin: False leaves it unpinned, on that GPU's NUMA node all the same.
         on_failure: "raise", or "pageable": memory that cannot be pinned is used unpinned, with a RuntimeWarning.
 
     Raises:
@@ -121,9 +121,9 @@ class PinnedArena:
         if not self._nbytes:
             return
         _check_room(self._nbytes, self._nbytes)
-        gpu = _gpu(device) if pin else None
+        gpu = _gpu(device)
         self._memory = self._mapped(gpu)
-        if gpu is not None:
+        if gpu is not None and pin:
             try:
                 self._memory.pin()
                 self._pinned = True

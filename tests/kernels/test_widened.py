@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megasetup import kernels
+from megasetup.kernels import convert, native
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float16]
@@ -95,6 +96,88 @@ def test_source_that_requires_grad() -> None:
     (target,) = kernels.widened([source])
     assert torch.equal(target, source.detach().float())
     assert not target.requires_grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [[256] * 60, [5, 1, 7, 4, 0, 3]], ids=str)
+def test_one_by_one_gives_the_same(
+    counts: list[int], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As with a torch that does not offer DLPack's C interface.
+    monkeypatch.setattr(convert, "_read", lambda sources: None)
+    sources = [torch.randn(count, device=device).to(dtype) for count in counts]
+    targets = kernels.widened(sources)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(bits(target), bits(source.to(torch.float32)))
+    assert targets[0].untyped_storage().nbytes() == sum(-(-count // 4) * 16 for count in counts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_read_in_one_call(device: str) -> None:
+    plain = torch.randn(8, device=device).bfloat16()
+    for sources in ([plain, plain[3:]], (plain,), [torch.nn.Parameter(plain)], [plain[:0], plain[::8]]):
+        vectors = convert._read(sources)
+        assert vectors.counts == [source.numel() for source in sources]
+        assert vectors.places == [-(-source.numel() // 4) * 4 for source in sources]
+        assert vectors.total == sum(vectors.places)
+        assert vectors.padded == (vectors.places != vectors.counts)
+        assert vectors.on_gpu == (device == "cuda")
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "odd_one",
+    [
+        torch.zeros(4, dtype=torch.float16),
+        torch.zeros(4),
+        torch.zeros(2, 2, dtype=torch.bfloat16),
+        torch.zeros(8, dtype=torch.bfloat16)[::2],
+        torch.zeros(4, dtype=torch.bfloat16, device="meta"),
+        torch._neg_view(torch.zeros(4, dtype=torch.bfloat16)),
+        torch.zeros(4, dtype=torch.bfloat16).as_subclass(Subclass),
+        torch.zeros(4, dtype=torch.bfloat16).to_sparse(),
+    ],
+    ids=["dtype", "FP32", "two dimensions", "strides", "meta", "negated", "subclass", "sparse"],
+)
+def test_what_is_not_read_in_one_call(odd_one: torch.Tensor) -> None:
+    assert convert._read([torch.zeros(4, dtype=torch.bfloat16), odd_one]) is None
+
+
+def test_subclass_is_widened_all_the_same() -> None:
+    source = torch.randn(6).bfloat16().as_subclass(Subclass)
+    (target,) = kernels.widened([source])
+    assert torch.equal(target, source.as_subclass(torch.Tensor).float())
+
+
+def test_no_memory_and_negated_values_are_errors() -> None:
+    gone = torch.zeros(4, dtype=torch.bfloat16)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="has no memory"):
+        kernels.widened([torch.zeros(4, dtype=torch.bfloat16), gone])
+    with pytest.raises(ValueError, match="negated view"):
+        kernels.widened([torch._neg_view(torch.zeros(4, dtype=torch.bfloat16))])
+
+
+@pytest.mark.parametrize("module", ["compiled", "absent"])
+def test_set_data(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if module == "absent":
+        monkeypatch.setattr(native, "load", lambda: None)
+    tensors = [torch.zeros(3, dtype=torch.bfloat16), torch.nn.Parameter(torch.zeros(2))]
+    values = (torch.tensor([1.0, 2.0]), torch.tensor([3.0]))
+    kernels.set_data(tensors, values)
+    for tensor, value in zip(tensors, values, strict=True):
+        assert torch.equal(tensor, value)
+        assert tensor.data_ptr() == value.data_ptr()
+    assert isinstance(tensors[1], torch.nn.Parameter)
+    kernels.set_data([], [])
+    with pytest.raises(ValueError, match="2 tensors and 1 values"):
+        kernels.set_data(tensors, values[:1])
+    with pytest.raises(TypeError):
+        kernels.set_data(tensors[:1], [3])  # type: ignore[list-item]
 
 
 def test_nothing() -> None:
