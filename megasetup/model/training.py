@@ -239,6 +239,7 @@ def build_chunks(
         data_parallel_random_init=cfg.rng.data_parallel_random_init,
         pre_wrap_hook=run_hooks(hooks),
         mixed_precision_wrapper=MoEFloat16Module if experts else Float16Module,
+        use_cpu_initialization=not torch.cuda.is_available(),
         pg_collection=groups,
     )
     return chunks
