@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megasetup.checkpoint.safety import check_index
 from megasetup.compat.bridge import import_bridge
 
 type Ranks = Callable[..., list[int]]
@@ -51,6 +52,7 @@ def load_weights_from(path: str, state: Any, chunks: list[Any]) -> None:
     checkpointing = import_bridge("megatron.bridge.training.checkpointing")
     settings = state.cfg.checkpoint
     finetune = settings.finetune
+    _check_safety(path)
     settings.finetune = True  # (so that no optimizer, random number or iteration is read)
     try:
         quietly(checkpointing._load_checkpoint_from_path)(
@@ -69,6 +71,8 @@ def load_weights_from(path: str, state: Any, chunks: list[Any]) -> None:
 def load_checkpoint(state: Any, chunks: list[Any], optimizer: Any, scheduler: Any, context: dict[str, Any]) -> None:
     """Load what state.cfg.checkpoint says: the resume checkpoint if there is one, else the pretrained one's weights."""
     checkpointing = import_bridge("megatron.bridge.training.checkpointing")
+    settings = state.cfg.checkpoint
+    _check_safety(settings.load if is_checkpoint(settings.load) else settings.pretrained_checkpoint)
     quietly(checkpointing.load_checkpoint)(
         state,
         chunks,
@@ -87,23 +91,39 @@ def is_checkpoint(path: str | None) -> bool:
     return bool(utils.checkpoint_exists(path) or utils.is_hf_checkpoint_dir(path))
 
 
-def saved_optimizer(path: str) -> bool:
-    """Whether the checkpoint that a resume would load has optimizer state; True where it does not say.
+def iteration_of(path: str) -> str | None:
+    """The folder of the iteration that a load of this path reads; None where there is none (a Hugging Face folder).
 
     Collective: every rank calls it.
     """
     checkpointing = import_bridge("megatron.bridge.training.checkpointing")
     utils = import_bridge("megatron.bridge.training.utils.checkpoint_utils")
-    folder = path
-    if not utils.is_checkpoint_iteration_directory(path):
-        iteration, release = checkpointing._resolve_checkpoint_iteration(path, None)
-        if iteration < 0 and not release:
-            return True
-        folder = utils.get_checkpoint_name(path, iteration, release)
-    file = utils.get_checkpoint_run_config_filename(folder)
-    if not utils.file_exists(file):
+    if utils.is_checkpoint_iteration_directory(path):
+        return path
+    iteration, release = checkpointing._resolve_checkpoint_iteration(path, None)
+    if iteration < 0 and not release:
+        return None
+    folder: str = utils.get_checkpoint_name(path, iteration, release)
+    return folder
+
+
+def saved_optimizer(path: str) -> bool:
+    """Whether the checkpoint that a resume would load has optimizer state; True where it does not say.
+
+    Collective: every rank calls it.
+    """
+    utils = import_bridge("megatron.bridge.training.utils.checkpoint_utils")
+    folder = iteration_of(path)
+    file = None if folder is None else utils.get_checkpoint_run_config_filename(folder)
+    if file is None or not utils.file_exists(file):
         return True
     return bool(utils.read_run_config(file).get("checkpoint", {}).get("save_optim", True))
+
+
+def _check_safety(path: str) -> None:
+    folder = iteration_of(path)
+    if folder is not None:
+        check_index(folder)
 
 
 def new_process_groups(model_cfg: Any) -> Any:

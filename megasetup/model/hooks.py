@@ -14,8 +14,6 @@ from typing import Any
 from megasetup.compat.bridge import import_bridge
 from megasetup.config.dtypes import to_dtype
 from megasetup.config.errors import (
-    MISSING,
-    ConfigAssertionError,
     ConfigAttributeError,
     ConfigNotImplementedError,
     Problems,
@@ -23,6 +21,7 @@ from megasetup.config.errors import (
 )
 from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
 from megasetup.config.logprobs import FUSED_KEY, fused_linear_logprobs
+from megasetup.config.peft import validate_peft_config
 from megasetup.model.bridge import is_checkpoint, load_weights_from
 from megasetup.moe import find_routers
 
@@ -93,14 +92,8 @@ def create_lora(policy_cfg: Mapping[str, Any], **changes: Any) -> Any | None:
         return None
     lora_class = import_bridge("megatron.bridge.peft.lora").LoRA
     problems = Problems()
-    for name in ("dim", "alpha"):
-        if settings.get(name) is None:
-            problems.add(
-                f"{MEGATRON}.peft.{name}",
-                settings.get(name, MISSING),
-                "must be given for LoRA: the adapters' rank is dim, their weight alpha / dim",
-                ConfigAssertionError,
-            )
+    with problems.collect():
+        validate_peft_config(policy_cfg)
     for name in settings.keys() - vars(lora_class()).keys():
         problems.add(f"{MEGATRON}.peft.{name}", settings[name], "is no setting of LoRA", ConfigAttributeError)
     problems.raise_any()

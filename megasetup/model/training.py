@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megasetup.compat.bridge import import_bridge
+from megasetup.compat.hybrid_optimizer import fast_hybrid_optimizer
 from megasetup.compat.signal_handler import patch_signal_handler
 from megasetup.config.fields import megatron_cfg as megatron_section
 from megasetup.config.fields import section
@@ -134,7 +135,7 @@ def setup_model_and_optimizer(
         optimizer = scheduler = None
         if load_optimizer:
             with stages.stage("optimizer", "lower optimizer_offload_fraction, or free host memory"):
-                optimizer, scheduler = _build_optimizer(megatron_cfg, state, chunks, groups)
+                optimizer, scheduler = _build_optimizer(policy_cfg, megatron_cfg, state, chunks, groups)
         resumed = False
         if load_weights:
             resumed = _load(stages, state, chunks, optimizer, scheduler, context, pre_load_checkpoint_hook)
@@ -245,18 +246,22 @@ def build_chunks(
     return chunks
 
 
-def _build_optimizer(cfg: Any, state: Any, chunks: list[Any], groups: Any) -> tuple[Any, Any]:
+def _build_optimizer(
+    policy_cfg: Mapping[str, Any], cfg: Any, state: Any, chunks: list[Any], groups: Any
+) -> tuple[Any, Any]:
     cfg.model.timers = cfg.optimizer.timers = state.timers
     optim = import_bridge("megatron.bridge.training.optim")
-    optimizer, scheduler = bridge.quietly(optim.setup_optimizer)(
-        optimizer_config=cfg.optimizer,
-        scheduler_config=cfg.scheduler,
-        model=chunks,
-        use_gloo_process_groups=cfg.dist.use_gloo_process_groups,
-        # (with Megatron's own groups it takes them itself, gloo ones included)
-        pg_collection=groups if cfg.dist.use_decentralized_pg else None,
-        optimizer_config_override_provider=cfg.optimizer_config_override_provider,
-    )
+    fast = cfg.optimizer.optimizer_cpu_offload and megatron_section(policy_cfg).get("fast_hybrid_optimizer", True)
+    with fast_hybrid_optimizer() if fast else contextlib.nullcontext():
+        optimizer, scheduler = bridge.quietly(optim.setup_optimizer)(
+            optimizer_config=cfg.optimizer,
+            scheduler_config=cfg.scheduler,
+            model=chunks,
+            use_gloo_process_groups=cfg.dist.use_gloo_process_groups,
+            # (with Megatron's own groups it takes them itself, gloo ones included)
+            pg_collection=groups if cfg.dist.use_decentralized_pg else None,
+            optimizer_config_override_provider=cfg.optimizer_config_override_provider,
+        )
     return optimizer, scheduler
 
 

@@ -183,6 +183,16 @@ def dense_aware_partial() -> dict[str, Any]:
 
 
 @case
+def dense_stock() -> dict[str, Any]:
+    return Run(config("dense", fast_hybrid_optimizer=False)).facts()
+
+
+@case
+def dense_aware_stock() -> dict[str, Any]:
+    return Run(config("dense", precision_aware=True, fraction=0.3, fast_hybrid_optimizer=False)).facts()
+
+
+@case
 def dense_on_gpu() -> dict[str, Any]:
     return Run(config("dense", fraction=None)).facts()
 

@@ -13,7 +13,17 @@ from flow import check_training, make_models, run_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-DENSE = ["dense", "dense_partial", "dense_overlap", "dense_aware", "dense_aware_partial", "dense_on_gpu", "value_model"]
+DENSE = [
+    "dense",
+    "dense_partial",
+    "dense_overlap",
+    "dense_aware",
+    "dense_aware_partial",
+    "dense_stock",
+    "dense_aware_stock",
+    "dense_on_gpu",
+    "value_model",
+]
 MOE = ["moe", "moe_aware", "moe_frozen"]
 RESUMES = ["resume", "resume_partial", "resume_aware", "resume_other_fraction", "resume_weights_only"]
 OTHERS = ["lora", "reference", "inference"]

@@ -118,6 +118,14 @@ class MegatronConfig(
     trust_remote_code: Annotated[
         bool, Key("Runs code that comes with a Hugging Face model.", "AutoBridge and AutoTokenizer", "false")
     ]
+    fast_hybrid_optimizer: Annotated[
+        bool,
+        Key(
+            "Offloads the optimizer with pipelined transfers and exact pinned memory; false takes Megatron's own.",
+            "setup_model_and_optimizer",
+            "true",
+        ),
+    ]
     use_gloo_process_groups: Annotated[
         bool, Key("Makes gloo groups beside the NCCL ones.", "dist.use_gloo_process_groups", "Bridge's")
     ]
