@@ -63,6 +63,7 @@ def convert(conversion: Conversion, folder: Path, final: Path) -> None:
         RuntimeError: the number of ranks does not fit the sizes.
     """
     quiet = dist.get_rank() != 0
+    import_bridge("megatron.bridge.training.checkpointing")  # (before torch.cuda is answered for: imports look at it)
     with contextlib.ExitStack() as stack:
         if not uses_gpu():
             stack.enter_context(no_gpu())

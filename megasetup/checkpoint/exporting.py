@@ -68,6 +68,7 @@ def export_model_to_hf(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not empty: choose another folder, or remove it")
     check_index(iteration)
+    import_bridge("megatron.bridge.training.checkpointing")  # (before torch.cuda is answered for: imports look at it)
     patch_hf_configs()
     source = _source(iteration)
     provider = _provider(iteration)

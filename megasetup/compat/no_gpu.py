@@ -34,18 +34,14 @@ def _itself(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
     return tensor
 
 
-def _no(*_args: Any, **_kwargs: Any) -> bool:
-    return False
-
-
 @contextmanager
 def no_gpu() -> Iterator[None]:
-    """Answer for torch.cuda as a machine without a GPU would, and without an error, while the block runs.
+    """Make the CPU torch.cuda's current device while the block runs.
 
-    It holds for the whole process, so no other thread should be using the GPU meanwhile.
+    It holds for the whole process, so no other thread should be using the GPU meanwhile. Whether there is a GPU is
+    still answered truly: libraries remember that answer.
     """
     with (
-        mock.patch.object(torch.cuda, "is_available", _no),
         mock.patch.object(torch.cuda, "current_device", _current_device),
         mock.patch.object(torch.cuda, "synchronize", _nothing),
         mock.patch.object(torch.cuda, "get_rng_state", _no_state),
