@@ -10,6 +10,7 @@ from megasetup.config.environment import configure_hybridep_environment
 from megasetup.config.errors import Problems
 from megasetup.config.fields import MEGATRON, effective, megatron_cfg, same_names, section, set_field, set_fields
 from megasetup.config.graphs import GENERATION_KEY, generation_graph_impl
+from megasetup.config.router_replay import apply_router_replay_config
 
 _logger = logging.getLogger("megasetup")
 
@@ -57,10 +58,8 @@ def apply_moe_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
         if key in megatron:
             with problems.collect():
                 set_field(model_cfg, _num_sms_field(model_cfg), megatron[key], f"{MEGATRON}.{key}")
-    replay = section(config, "router_replay")
-    if "enabled" in replay:
-        with problems.collect():
-            set_field(model_cfg, "moe_enable_routing_replay", bool(replay["enabled"]), "policy.router_replay.enabled")
+    with problems.collect():
+        apply_router_replay_config(model_cfg, config)
     with problems.collect():
         _drop_single_group(model_cfg, megatron)
         _pad_experts_for_graphs(model_cfg, config)

@@ -33,6 +33,7 @@ from megasetup.config.parallelism import apply_parallelism_config
 from megasetup.config.performance import apply_performance_config, fp8_settings
 from megasetup.config.precision import apply_precision_config, policy_dtype
 from megasetup.config.provider import provider_from_checkpoint, provider_from_hf
+from megasetup.config.router_replay import validate_router_replay_config
 
 _logger = logging.getLogger("megasetup")
 
@@ -244,6 +245,7 @@ def setup_model_config(
         lambda: validate_optimizer_config(config),
         lambda: apply_architecture_config(model_cfg, config),
         lambda: validate_chunking_config(config),
+        lambda: validate_router_replay_config(config),
         lambda: validate_training_config(config, model_cfg),
     )
     for step in steps:

@@ -91,7 +91,17 @@ def examine_file(config: Mapping[str, Any], *, strict: bool = False, locate: Loc
 def rules() -> Sequence[Rule]:
     """The checks between settings that the config alone decides."""
     # (here, because they need torch)
-    from megasetup.config import data_parallel, logprobs, optimizer, overrides, parallelism, peft, performance, runtime
+    from megasetup.config import (
+        data_parallel,
+        logprobs,
+        optimizer,
+        overrides,
+        parallelism,
+        peft,
+        performance,
+        router_replay,
+        runtime,
+    )
 
     return (
         runtime.validate_policy_config,
@@ -101,6 +111,7 @@ def rules() -> Sequence[Rule]:
         data_parallel.validate_data_parallel_config,
         logprobs.validate_chunking_config,
         peft.validate_peft_config,
+        router_replay.validate_router_replay_config,
         lambda config: overrides.validate_model_override_conflicts(
             megatron_cfg(config), section(config, "megatron_cfg", "model_overrides")
         ),
