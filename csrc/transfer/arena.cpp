@@ -38,7 +38,10 @@ void PinnedMemory::pin() {
 
 std::vector<int> cores_near(int device) {
   char bus[32] = {};
-  if (cudaDeviceGetPCIBusId(bus, sizeof(bus), device) != cudaSuccess) return {};
+  if (cudaDeviceGetPCIBusId(bus, sizeof(bus), device) != cudaSuccess) {
+    (void)cudaGetLastError();  // so that the next launch does not report this one
+    return {};
+  }
   for (char& c : bus) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   std::ifstream file("/sys/bus/pci/devices/" + std::string(bus) + "/local_cpulist");
   std::vector<int> cores;

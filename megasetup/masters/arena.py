@@ -86,7 +86,8 @@ class PinnedArena:
 
     A forked child never unpins it. Unpinned memory is the child's as any other memory is. Pinned memory is not there
     in a child, and reading it ends the child (SIGSEGV): the kernel would have to copy every pinned page at the fork,
-    so that each data loader's worker took as much memory again. Clone what a child is to read before forking.
+    so that each data loader's worker took as much memory again. Clone what a child is to read before forking. A tensor
+    sent to another process through torch.multiprocessing leaves the arena for shared memory, as any CPU tensor does.
 
     Args:
         nbytes: bytes, as `nbytes_for` counts them; rounded up to a page.

@@ -45,9 +45,11 @@ def resident_bytes() -> int:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _threads_are_there() -> None:
-    """The first use starts threads, whose stacks would be counted as the arena's."""
+def _all_is_started() -> None:
+    """The first use starts threads and CUDA, whose mappings would be counted as the arena's."""
     PinnedArena(64 * MB, device="cpu").empty(MB, torch.float32).fill_(1.0).sum()
+    if torch.cuda.is_available():
+        PinnedArena(4096).empty(8, torch.float32).to("cuda", non_blocking=True).sum().item()
 
 
 @pytest.fixture
@@ -298,7 +300,6 @@ def test_a_forked_child_never_unpins_and_takes_no_memory() -> None:
         import mmap
         pinned = PinnedArena(2 << 30)
         kept = pinned.empty(512 << 20, torch.float32).fill_(1.0)
-        address = kept.data_ptr()
         before = free()
 
         def work():
