@@ -94,6 +94,7 @@ class PinnedArena:
         device: the GPU it is for: the memory lies on that GPU's NUMA node. The current one by default. With a CPU
             device, without a usable GPU or without the compiled module's GPU half the memory is the same, unpinned.
         pin: False leaves it unpinned, on that GPU's NUMA node all the same.
+        touch: False leaves memory that is not pinned to be found by the kernel when it is first used, near its user.
         on_failure: "raise", or "pageable": memory that cannot be pinned is used unpinned, with a RuntimeWarning.
 
     Raises:
@@ -109,6 +110,7 @@ class PinnedArena:
         *,
         device: torch.device | str | int | None = None,
         pin: bool = True,
+        touch: bool = True,
         on_failure: Literal["raise", "pageable"] = "raise",
     ) -> None:
         if nbytes < 0:
@@ -123,7 +125,7 @@ class PinnedArena:
             return
         _check_room(self._nbytes, self._nbytes)
         gpu = _gpu(device)
-        self._memory = self._mapped(gpu)
+        self._memory = self._mapped(gpu, touch=touch or pin)
         if gpu is not None and pin:
             try:
                 self._memory.pin()
@@ -135,7 +137,7 @@ class PinnedArena:
                     raise ArenaError(message) from error
                 warnings.warn(f"copies to and from the arena are slower: {message}", RuntimeWarning, stacklevel=2)
 
-    def _mapped(self, gpu: torch.device | None) -> Any:
+    def _mapped(self, gpu: torch.device | None, *, touch: bool) -> Any:
         memory: Any = None
         module = native.load()
         if module is None:
@@ -147,7 +149,7 @@ class PinnedArena:
                 memory = module.cpu.HostMemory(self._nbytes)
             else:
                 memory = module.transfer.PinnedMemory(self._nbytes, gpu.index)
-            for start in range(0, self._nbytes, _SLICE_BYTES):
+            for start in range(0, self._nbytes if touch else 0, _SLICE_BYTES):
                 _check_room(self._nbytes - start, self._nbytes)
                 memory.touch(start, start + _SLICE_BYTES)
         except ArenaError:

@@ -2,8 +2,9 @@
 
 The parameters that the stock class would offload are offloaded, each sub-optimizer class gets the settings that it
 would get, and every attribute that Megatron reads is there with its meaning. What differs: the host memory comes from
-two arenas (hybrid_memory.py), and one CPU sub-optimizer steps a bucket of parameters while the wire moves the others
-(hybrid_buckets.py, hybrid_traffic.py), whether or not overlap was asked for.
+two arenas (hybrid_memory.py), and while one bucket, some parameters or a slice of a long one (hybrid_slices.py), is
+stepped, the wire moves others (hybrid_buckets.py, hybrid_traffic.py), whether or not overlap was asked for. Gradients
+pass through a few buffers, so cpu_copy_map_grad, which only the stock step reads, has nothing to show and stays empty.
 
 The host side is made when it is first needed, because DistributedOptimizer constructs its hybrid optimizer twice and
 throws the first away: over whole parameters, then over this rank's shards. compat/hybrid_optimizer.py makes the second
@@ -24,20 +25,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from megasetup import kernels
 from megasetup.masters import hybrid_buckets, hybrid_memory
+from megasetup.masters.arena import PinnedArena
+from megasetup.masters.hybrid_slices import MOMENTS, SlicedMaster
 from megasetup.masters.hybrid_traffic import Bucket, HostLane, Lane, Row, WireLane, can_be_cut, gradient_of
 
 _CPU = torch.device("cpu")
-# Buckets whose gradients are on their way while one is stepped: the wire is three times as fast as the CPU's Adam, so
-# this many keep it ahead even of a bucket that is several times as long as the one before.
-_AHEAD = 6
-
 # What the stock constructor sets and ours sets when the host side is made.
 _MADE_WITH_THE_HOST_SIDE = frozenset(
     {
@@ -52,13 +51,14 @@ _MADE_WITH_THE_HOST_SIDE = frozenset(
         "cpu_optimizers",
         "gpu_optimizer",
         "cpu_copy_map_grad",
+        "_arenas",
         "_buckets",
         "_lanes",
+        "_sliced",
         "_moments",
         "_used_moments",
         "_d2h_stream",
         "_h2d_stream",
-        "_cpu_optimizer_map_data_event",
     }
 )
 
@@ -76,6 +76,9 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
     # Elements; a benchmark may try others.
     bucket_elements: ClassVar[int] = hybrid_buckets.BUCKET_ELEMENTS
     chunk_elements: ClassVar[int] = hybrid_buckets.CHUNK_ELEMENTS
+    # Buckets whose gradients are on their way while one is stepped. The wire is three times as fast as the CPU's Adam,
+    # and each takes a buffer, all of which should stay in the processor's last cache.
+    buckets_ahead: ClassVar[int] = 2
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         params = list(params)
@@ -100,6 +103,12 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         """Whether the host side has been made."""
         return "_buckets" in self.__dict__
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that are pinned for it; 0 before the host side is made."""
+        arenas = self._arenas if self.is_made else ()
+        return sum(arena.nbytes for arena in arenas if arena.is_pinned)
+
     @torch.no_grad()
     def make(self) -> None:
         """Make the clones, fill them from the parameters, and make all else that a step needs; again, if it was made.
@@ -116,62 +125,87 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         """One step of every sub-optimizer; parameters on a GPU are written by the time that its current stream is."""
         self._sync_hdo_param_groups_to_sub_optimizers()
         buckets: list[Bucket] = self._buckets
-        arrived: dict[torch.optim.Optimizer, torch.cuda.Event | None] = self._cpu_optimizer_map_data_event
         lanes: list[Lane] = self._lanes
+        arrived: dict[Bucket, torch.cuda.Event | None] = {}
         waiting = iter(buckets)
 
         def fetch_next() -> None:
             bucket = next(waiting, None)
             if bucket is not None:
                 gradients = [gradient_of(row.param) for row in bucket.rows]
-                arrived[bucket.optimizer] = bucket.lane.fetch(bucket, gradients)
+                arrived[bucket] = bucket.lane.fetch(bucket, gradients)
                 self._give(bucket, gradients)
 
-        for lane in lanes:
-            lane.begin()
+        with torch.no_grad():
+            sliced = self._begin_slices()
+            for lane in lanes:
+                lane.begin()
         try:
             with torch.no_grad():
-                for _ in range(_AHEAD):
+                for _ in range(self.buckets_ahead):
                     fetch_next()
             if self.gpu_optimizer is not None:
                 self._step_on_gpu(closure)
             for bucket in buckets:
                 with torch.no_grad():
                     fetch_next()
-                event = arrived.pop(bucket.optimizer)
+                event = arrived.pop(bucket)
                 if event is not None:
                     event.synchronize()
-                bucket.optimizer.step(closure)
+                if bucket.sliced is None:
+                    bucket.optimizer.step(closure)
+                else:
+                    bucket.sliced.step(bucket.rows[0].stepped)
                 with torch.no_grad():
+                    for row in bucket.rows:
+                        if row.grad is not None:
+                            row.stepped.grad = None  # the buffer is another bucket's now
                     bucket.lane.send(bucket)
         finally:
-            arrived.clear()
             for lane in lanes:
                 lane.end()
+        with torch.no_grad():
+            for one in sliced:
+                one.end()
         self._sync_sub_optimizers_state_to_hdo()
 
+    def _begin_slices(self) -> list[SlicedMaster]:
+        """Prepare those sliced masters that have a gradient."""
+        begun = []
+        for param, sliced in self._sliced.items():
+            if gradient_of(param) is not None:
+                self._begin_state(sliced.optimizer, self.param_to_inner_param[param])
+                sliced.begin()
+                begun.append(sliced)
+        return begun
+
     def _give(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Attach the gradients to the masters, and Adam's moments where it would now make its own."""
-        state = bucket.optimizer.state
+        """Attach the gradients to what is stepped, and Adam's moments where it would now make its own."""
         for row, gradient in zip(bucket.rows, gradients, strict=True):
-            master = row.master
+            stepped = row.stepped
             if gradient is None:
-                master.grad = None
+                stepped.grad = None
                 continue
             if row.grad is not None:
-                master.grad = row.grad
-            elif gradient is not master.grad:
-                master.grad = gradient.to(master.dtype)
-            if master in self._moments and not state[master]:
-                settings = bucket.optimizer.param_groups[0]
-                # As torch's Adam begins, with the moments in memory that has been touched.
-                on_device = settings["capturable"] or settings["fused"]
-                state[master]["step"] = torch.zeros((), dtype=torch.float32) if on_device else torch.tensor(0.0)
-                if master in self._used_moments:
-                    for moment in self._moments[master].values():
-                        moment.zero_()
-                self._used_moments.add(master)
-                state[master].update(self._moments[master])
+                stepped.grad = row.grad
+            elif gradient is not stepped.grad:
+                stepped.grad = gradient.to(stepped.dtype)
+            if bucket.sliced is None:
+                self._begin_state(bucket.optimizer, row.master)
+
+    def _begin_state(self, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
+        """As torch's Adam begins, with moments in the memory that was made for them."""
+        moments = self._moments.get(master)
+        if moments is None or optimizer.state[master]:
+            return
+        settings = optimizer.param_groups[0]
+        on_device = settings["capturable"] or settings["fused"]
+        step = torch.zeros((), dtype=torch.float32) if on_device else torch.tensor(0.0)
+        if master in self._used_moments:
+            for moment in moments.values():
+                moment.zero_()
+        self._used_moments.add(master)
+        optimizer.state[master].update(step=step, **moments)
 
     def _step_on_gpu(self, closure: Callable[[], Any] | None) -> None:
         widened = [
@@ -352,7 +386,8 @@ def _made(hybrid: PipelinedHybridOptimizer) -> dict[str, Any]:
     masters: dict[torch.Tensor, torch.Tensor] = {
         param: torch.empty_like(param, dtype=torch.float32, requires_grad=False) for param in copied_on_gpu
     }
-    buckets, moments = _make_buckets(hybrid, on_host)
+    made = _make_buckets(hybrid, on_host)
+    buckets = made.buckets
     masters.update({row.param: row.master for bucket in buckets for row in bucket.rows})
     _fill([(param, master) for param, master in masters.items() if master is not param])
 
@@ -380,18 +415,17 @@ def _made(hybrid: PipelinedHybridOptimizer) -> dict[str, Any]:
         "fp32_param_to_orig_param": {master: param for param, master in fp32.items()},
         "param_to_inner_param": inner,
         "inner_param_to_orig_param": original,
-        "cpu_optimizers": [bucket.optimizer for bucket in buckets],
+        "cpu_optimizers": list(dict.fromkeys(bucket.optimizer for bucket in buckets)),
         "gpu_optimizer": hybrid.gpu_optimizer_cls(groups[1]) if groups[1] else None,
-        "cpu_copy_map_grad": {
-            row.master: row.grad for bucket in buckets for row in bucket.rows if row.grad is not None
-        },
+        "cpu_copy_map_grad": {},
+        "_arenas": made.arenas,
         "_buckets": buckets,
         "_lanes": lanes,
-        "_moments": moments,
+        "_sliced": {bucket.rows[0].param: bucket.sliced for bucket in buckets if bucket.sliced is not None},
+        "_moments": made.moments,
         "_used_moments": set(),
         "_d2h_stream": wires[0].to_host if wires else None,
         "_h2d_stream": wires[0].to_device if wires else None,
-        "_cpu_optimizer_map_data_event": {},
     }
 
 
@@ -418,60 +452,141 @@ def _chosen(hybrid: PipelinedHybridOptimizer) -> tuple[list[_OnHost], list[torch
     return on_host, copied_on_gpu
 
 
-def _make_buckets(
-    hybrid: PipelinedHybridOptimizer, on_host: Sequence[_OnHost]
-) -> tuple[list[Bucket], dict[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Buckets in the order of a step, their masters still to be filled; and the moments' memory by master."""
+class _Run(NamedTuple):
+    """What is stepped at a time, still without memory: a sub-optimizer's parameters, or elements of its only one."""
+
+    holder: int
+    elements: int
+    slice: tuple[int, int] | None
+
+
+class _Made(NamedTuple):
+    """Buckets in the order of a step, their masters still to be filled; the moments' memory by master."""
+
+    buckets: list[Bucket]
+    moments: dict[torch.Tensor, dict[str, torch.Tensor]]
+    arenas: tuple[PinnedArena, ...]
+
+
+def _runs(hybrid: PipelinedHybridOptimizer, holders: Sequence[Sequence[_OnHost]]) -> list[_Run]:
+    runs = []
+    sliceable = _has_moments(hybrid)
+    for holder, members in enumerate(holders):
+        elements = sum(entry.param.numel() for entry in members)
+        first = members[0]
+        if (
+            sliceable
+            and elements > hybrid.bucket_elements
+            and first.is_copied
+            and first.dtype == torch.float32
+            and first.param.is_contiguous()
+            and hybrid.param_groups[first.group].get("fused")
+        ):
+            runs += [
+                _Run(holder, last - start, (start, last))
+                for start, last in hybrid_buckets.slices(elements, hybrid.bucket_elements)
+            ]
+        else:
+            runs.append(_Run(holder, elements, None))
+    return hybrid_buckets.large_in_the_middle(runs, lambda run: run.elements)
+
+
+def _make_buckets(hybrid: PipelinedHybridOptimizer, on_host: Sequence[_OnHost]) -> _Made:
     kinds: dict[tuple[int, torch.device, torch.dtype, bool], list[_OnHost]] = defaultdict(list)
     for entry in on_host:
         kinds[entry.kind].append(entry)
-    members = [
+    # One sub-optimizer each.
+    holders = [
         [entries[index] for index in indices]
         for entries in kinds.values()
         for indices in hybrid_buckets.group([entry.param.numel() for entry in entries], hybrid.bucket_elements)
     ]
-    members = hybrid_buckets.large_in_the_middle(members, lambda bucket: sum(entry.param.numel() for entry in bucket))
     demands = [
-        hybrid_memory.Demand(tuple(entry.param.shape for entry in bucket), bucket[0].dtype)
-        for bucket in members
-        if bucket[0].is_copied
+        hybrid_memory.Demand(tuple(entry.param.shape for entry in members), members[0].dtype)
+        if members[0].is_copied
+        else hybrid_memory.Demand((), members[0].dtype)
+        for members in holders
     ]
+    runs = _runs(hybrid, holders)
+    # A bucket's buffer is free again when it has been stepped; until then the next ones are fetched.
+    ring = [0] * (hybrid.buckets_ahead + 1)
+    for index, run in enumerate(runs):
+        elements = demands[run.holder].places.elements if run.slice is None else run.elements
+        slot = index % len(ring)
+        ring[slot] = max(ring[slot], elements * demands[run.holder].dtype.itemsize)
     devices = [entry.param.device for entry in on_host if entry.param.is_cuda]
-    memory = iter(
-        hybrid_memory.allocate(
-            demands,
-            devices[0] if devices else _CPU,
-            pin_masters=hybrid.pin_cpu_params,
-            pin_grads=hybrid.pin_cpu_grads,
-            moments=_has_moments(hybrid),
-        )
+    memory = hybrid_memory.allocate(
+        demands,
+        ring,
+        devices[0] if devices else _CPU,
+        pin_masters=hybrid.pin_cpu_params,
+        pin_grads=hybrid.pin_cpu_grads,
+        moments=_has_moments(hybrid),
     )
     lanes: dict[torch.device, Lane] = {
         device: WireLane(device, hybrid.chunk_elements) if device.type == "cuda" else HostLane()
         for device in {entry.param.device for entry in on_host}
     }
+    optimizers = []
+    for members, masters in zip(holders, memory.masters, strict=True):
+        params = list(masters.tensors) if members[0].is_copied else [entry.param for entry in members]
+        optimizers.append(hybrid.cpu_optimizer_cls([{**hybrid.param_groups[members[0].group], "params": params}]))
+    sliced = _sliced(runs, optimizers, memory.masters)
     buckets: list[Bucket] = []
-    moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-    for bucket in members:
-        params = [entry.param for entry in bucket]
-        lane, settings = lanes[params[0].device], hybrid.param_groups[bucket[0].group]
-        if not bucket[0].is_copied:
-            optimizer = hybrid.cpu_optimizer_cls([{**settings, "params": params}])
-            nothing = torch.empty(0, dtype=bucket[0].dtype)
-            rows = tuple(Row(param, param, None) for param in params)
-            buckets.append(Bucket(rows, (), nothing, nothing, lane, optimizer))
+    for index, run in enumerate(runs):
+        buffer = memory.ring[index % len(ring)]
+        members, masters, optimizer = holders[run.holder], memory.masters[run.holder], optimizers[run.holder]
+        lane = lanes[members[0].param.device]
+        if not members[0].is_copied:
+            rows = tuple(Row(entry.param, entry.param, 0, entry.param.numel(), entry.param, None) for entry in members)
+            buckets.append(Bucket(rows, (), masters.flat, masters.flat, lane, optimizer))
             continue
-        masters, grads, states = next(memory)
-        rows = tuple(map(Row, params, masters.tensors, grads.tensors))
-        counts = [param.numel() for param in params]
-        whole = [not can_be_cut(row.param, row.master) for row in rows]
-        chunks = hybrid_buckets.cut(counts, hybrid_buckets.place(counts, bucket[0].dtype), whole, hybrid.chunk_elements)
-        optimizer = hybrid.cpu_optimizer_cls([{**settings, "params": list(masters.tensors)}])
-        buckets.append(Bucket(rows, tuple(chunks), masters.flat, grads.flat, lane, optimizer))
-        if states:
-            for master, *held in zip(masters.tensors, *(state.tensors for state in states), strict=True):
-                moments[master] = dict(zip(hybrid_memory.MOMENTS, held, strict=True))
-    return buckets, moments
+        first, last = run.slice or (0, demands[run.holder].places.elements)
+        flat = masters.flat[first:last]
+        grads = buffer[: flat.nbytes].view(flat.dtype)
+        if run.slice is not None:
+            stepped = sliced[run.holder].slice_at(first)
+            rows = (Row(members[0].param, masters.tensors[0], first, last, stepped, grads),)
+        else:
+            rows = tuple(
+                Row(
+                    entry.param,
+                    master,
+                    0,
+                    master.numel(),
+                    master,
+                    grads[start : start + master.numel()].view_as(master),
+                )
+                for entry, master, start in zip(
+                    members, masters.tensors, demands[run.holder].places.starts, strict=True
+                )
+            )
+        counts = [row.stepped.numel() for row in rows]
+        chunks = hybrid_buckets.cut(
+            counts,
+            hybrid_buckets.place(counts, flat.dtype),
+            [not can_be_cut(row.param, row.master) for row in rows],
+            hybrid.chunk_elements,
+        )
+        buckets.append(Bucket(rows, tuple(chunks), flat, grads, lane, optimizer, sliced.get(run.holder)))
+    moments = {
+        master: dict(zip(MOMENTS, held, strict=True))
+        for masters, states in zip(memory.masters, memory.moments, strict=True)
+        if states
+        for master, *held in zip(masters.tensors, *(state.tensors for state in states), strict=True)
+    }
+    return _Made(buckets, moments, memory.arenas)
+
+
+def _sliced(
+    runs: Sequence[_Run], optimizers: Sequence[torch.optim.Optimizer], masters: Sequence[hybrid_memory.Cut]
+) -> dict[int, SlicedMaster]:
+    """What steps the sliced masters, by holder."""
+    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for run in runs:
+        if run.slice is not None:
+            ranges[run.holder].append(run.slice)
+    return {holder: SlicedMaster(optimizers[holder], masters[holder].flat, of_one) for holder, of_one in ranges.items()}
 
 
 def _has_moments(hybrid: PipelinedHybridOptimizer) -> bool:

@@ -1,14 +1,15 @@
-"""The host memory of a hybrid optimizer: clones and gradient buffers in one arena, Adam's moments in another.
+"""The host memory of a hybrid optimizer: masters and gradient buffers in one pinned arena, Adam's moments in another.
 
-The first arena is pinned, for the wire; the second is not, since nothing but the CPU optimizer touches it. Both are
-touched by all workers when the optimizer is made, at the same time, so that no step waits for the kernel to find and
-clear pages: torch would ask for the gradient buffers and for the moments one by one within the first step.
+A gradient is needed until its bucket has been stepped, so that a ring of buffers serves all buckets: a few of them
+instead of 4 bytes an element, which would have to be pinned, and short enough to stay in the processor's last cache.
+
+The first arena is touched by all workers when the optimizer is made; the moments' pages are found by the threads of the
+first step, each of which then has in its cache what the kernel has just cleared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -16,13 +17,11 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from megasetup.masters.arena import PinnedArena
 from megasetup.masters.hybrid_buckets import Places, place
-
-# The state of torch's Adam and AdamW that has a tensor's size.
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from megasetup.masters.hybrid_slices import MOMENTS
 
 
 class Demand(NamedTuple):
-    """The masters of one bucket: their shapes, all of one dtype."""
+    """The masters of one sub-optimizer: their shapes, all of one dtype."""
 
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
@@ -39,12 +38,20 @@ class Cut(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-class BucketMemory(NamedTuple):
-    """The host memory of one bucket; the moments are empty where the CPU optimizer has none."""
+class HostMemory(NamedTuple):
+    """What was allocated.
 
-    masters: Cut
-    grads: Cut
-    moments: tuple[Cut, ...]
+    Attributes:
+        masters: one a demand.
+        moments: one a demand and moment; empty where the CPU optimizer has none.
+        ring: buffers of bytes, through which the gradients pass.
+        arenas: what all of it lies in.
+    """
+
+    masters: list[Cut]
+    moments: list[tuple[Cut, ...]]
+    ring: list[torch.Tensor]
+    arenas: tuple[PinnedArena, ...]
 
 
 def _cut(arena: PinnedArena, demand: Demand) -> Cut:
@@ -61,17 +68,24 @@ def _cut(arena: PinnedArena, demand: Demand) -> Cut:
     )
 
 
-def _bytes(demands: Sequence[Demand], copies: int) -> int:
-    return PinnedArena.nbytes_for([(demand.places.elements, demand.dtype) for demand in demands for _ in range(copies)])
+def _sizes(demands: Sequence[Demand]) -> list[tuple[int, torch.dtype]]:
+    return [(demand.places.elements, demand.dtype) for demand in demands]
 
 
 def allocate(
-    demands: Sequence[Demand], device: torch.device, *, pin_masters: bool, pin_grads: bool, moments: bool
-) -> list[BucketMemory]:
-    """Host memory for every bucket, zeroed.
+    demands: Sequence[Demand],
+    ring: Sequence[int],
+    device: torch.device,
+    *,
+    pin_masters: bool,
+    pin_grads: bool,
+    moments: bool,
+) -> HostMemory:
+    """Host memory for every sub-optimizer, zeroed.
 
     Args:
-        demands: one a bucket.
+        demands: one a sub-optimizer.
+        ring: bytes of each buffer of the ring.
         device: the GPU that reads and writes it; the CPU where there is none.
         pin_masters, pin_grads: what to pin.
         moments: whether to make Adam's moments.
@@ -79,19 +93,23 @@ def allocate(
     Raises:
         ArenaError: it cannot be had or pinned; the message says how much, how much is free and what to do.
     """
-    with ThreadPoolExecutor(1) as beside:
-        state = beside.submit(PinnedArena, _bytes(demands, len(MOMENTS)) if moments else 0, device=device, pin=False)
-        if pin_masters == pin_grads:
-            of_masters = of_grads = PinnedArena(_bytes(demands, 2), device=device, pin=pin_masters)
-        else:
-            of_masters = PinnedArena(_bytes(demands, 1), device=device, pin=pin_masters)
-            of_grads = PinnedArena(_bytes(demands, 1), device=device, pin=pin_grads)
-        of_moments = state.result()
-    return [
-        BucketMemory(
-            _cut(of_masters, demand),
-            _cut(of_grads, demand),
-            tuple(_cut(of_moments, demand) for _ in MOMENTS) if moments else (),
+    masters, buffers = _sizes(demands), [(nbytes, torch.uint8) for nbytes in ring]
+    if pin_masters == pin_grads:
+        of_masters = of_grads = PinnedArena(
+            PinnedArena.nbytes_for([*masters, *buffers]), device=device, pin=pin_masters
         )
-        for demand in demands
-    ]
+    else:
+        of_masters = PinnedArena(PinnedArena.nbytes_for(masters), device=device, pin=pin_masters)
+        of_grads = PinnedArena(PinnedArena.nbytes_for(buffers), device=device, pin=pin_grads)
+    of_moments = PinnedArena(
+        PinnedArena.nbytes_for([size for size in masters for _ in MOMENTS]) if moments else 0,
+        device=device,
+        pin=False,
+        touch=False,
+    )
+    return HostMemory(
+        [_cut(of_masters, demand) for demand in demands],
+        [tuple(_cut(of_moments, demand) for _ in MOMENTS) if moments else () for demand in demands],
+        [of_grads.empty(nbytes, torch.uint8) for nbytes in ring],
+        (of_masters, of_moments) if of_masters is of_grads else (of_masters, of_grads, of_moments),
+    )

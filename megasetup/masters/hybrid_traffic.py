@@ -7,8 +7,9 @@ weight and moments written). What the traffic adds to that, in bytes of host mem
     16-bit over the wire, converted on the CPU: 8, 2 by the copy engine, 2 + 4 by the conversion
 
 So values cross as FP32 and the GPU converts, both ways, although the wire then carries twice the bytes: it moves 13.8 G
-elements/s, three times what Adam can step. In all 36 bytes an element, 1.29 times the Adam alone; less where a gradient
-or a clone is still in a cache when its reader comes.
+elements/s, three times what Adam can step. In all 36 bytes an element, 1.29 times the Adam alone. Less comes from
+memory where the copy engine's write and Adam's read meet in the processor's last cache, and Adam's write and the copy
+engine's read: the gradients of all buckets pass through the same few short buffers.
 
 Each direction has a stream and one staging buffer on the GPU, which the stream's own order protects: conversion into
 it, copy out of it, the next conversion.
@@ -24,35 +25,42 @@ import torch
 
 from megasetup import kernels
 from megasetup.masters.hybrid_buckets import Chunk
+from megasetup.masters.hybrid_slices import SlicedMaster
 
 _CONVERTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Row(NamedTuple):
-    """One parameter that is stepped on the host.
+    """A parameter that is stepped on the host, or the slice of one that is stepped in one bucket.
 
     Attributes:
-        param: the hybrid optimizer's parameter, any shape.
-        master: what the CPU optimizer steps for it: on the host, the same shape; the parameter itself where that lies
+        param: the hybrid optimizer's parameter, whole, any shape.
+        master: what the CPU optimizer holds for it: on the host, the same shape; the parameter itself where that lies
             on the host and needs no copy.
-        grad: the gradient buffer, the master's shape and dtype; None where the master is the parameter itself.
+        first, last: the elements of both that this is.
+        stepped: the tensor that is stepped: the master, or a flat slice of it.
+        grad: the gradient buffer, the shape and dtype of `stepped`; None where the master is the parameter itself.
     """
 
     param: torch.Tensor
     master: torch.Tensor
+    first: int
+    last: int
+    stepped: torch.Tensor
     grad: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """What one CPU sub-optimizer steps.
+    """What is stepped at a time.
 
     Attributes:
         rows: the parameters.
         chunks: how their values travel; none where masters are the parameters themselves.
         masters, grads: the runs of host memory in which the rows' masters and gradient buffers lie, flat.
         lane: what moves them.
-        optimizer: the sub-optimizer.
+        optimizer: the sub-optimizer that holds the masters.
+        sliced: what steps the one row in place of the optimizer, where it is a slice.
     """
 
     rows: tuple[Row, ...]
@@ -61,6 +69,7 @@ class Bucket:
     grads: torch.Tensor
     lane: Lane
     optimizer: torch.optim.Optimizer
+    sliced: SlicedMaster | None = None
 
 
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
@@ -93,6 +102,12 @@ class Lane(Protocol):
         """Make the caller's stream wait for all that was started."""
 
 
+def _run(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Elements [first, last) of a tensor, flat."""
+    flat = tensor.reshape(-1)
+    return flat if last - first == len(flat) else flat[first:last]
+
+
 class HostLane:
     """Parameters that lie on the host: their values are converted by the CPU, at once."""
 
@@ -105,10 +120,10 @@ class HostLane:
             if gradient is None or row.grad is None:
                 continue
             if can_be_cut(gradient, row.grad):
-                sources.append(gradient)
+                sources.append(_run(gradient, row.first, row.last))
                 targets.append(row.grad)
             else:
-                row.grad.copy_(gradient)
+                row.grad.view(-1).copy_(_run(gradient, row.first, row.last))
         kernels.widen(sources, targets)
 
     def send(self, bucket: Bucket) -> None:
@@ -117,8 +132,8 @@ class HostLane:
             if row.master is row.param:
                 continue
             if can_be_cut(row.param, row.master):
-                sources.append(row.master)
-                targets.append(row.param.detach())
+                sources.append(row.stepped)
+                targets.append(_run(row.param.detach(), row.first, row.last))
             else:
                 row.param.detach().copy_(row.master)
         kernels.narrow(sources, targets)
@@ -162,20 +177,17 @@ class WireLane:
         staging = self._staging_down
         alone = len(chunk.parts) == 1
         for part in chunk.parts:
-            gradient, buffer = gradients[part.row], bucket.rows[part.row].grad
-            if gradient is None or buffer is None:
+            row, gradient = bucket.rows[part.row], gradients[part.row]
+            if gradient is None or row.grad is None:
                 continue
-            entire = part.last - part.first == buffer.numel()
-            converted = buffer.dtype == torch.float32 and gradient.dtype in _CONVERTED
-            if alone and not entire and gradient.dtype == buffer.dtype:
-                run = gradient.reshape(-1)[part.first : part.last]
-                bucket.grads[chunk.start : chunk.end].copy_(run, non_blocking=True)
-            elif (alone and gradient.dtype == buffer.dtype) or not converted or chunk.end - chunk.start > len(staging):
-                buffer.copy_(gradient, non_blocking=True)
+            run = _run(gradient, row.first + part.first, row.first + part.last)
+            start, length = part.offset, part.last - part.first
+            converted = row.grad.dtype == torch.float32 and gradient.dtype in _CONVERTED
+            if (alone and gradient.dtype == row.grad.dtype) or not converted or chunk.end - chunk.start > len(staging):
+                bucket.grads[chunk.start + start : chunk.start + start + length].copy_(run, non_blocking=True)
             else:
-                flat = gradient.reshape(-1)
-                sources.append(flat if entire else flat[part.first : part.last])
-                targets.append(staging[part.offset : part.offset + part.last - part.first])
+                sources.append(run)
+                targets.append(staging[start : start + length])
         if sources:
             kernels.widen(sources, targets)
             bucket.grads[chunk.start : chunk.end].copy_(staging[: chunk.end - chunk.start], non_blocking=True)
@@ -193,8 +205,8 @@ class WireLane:
             return
         targets = []
         for part in chunk.parts:
-            flat = bucket.rows[part.row].param.detach().view(-1)
-            targets.append(flat[part.first : part.last] if part.last - part.first < len(flat) else flat)
+            row = bucket.rows[part.row]
+            targets.append(_run(row.param.detach(), row.first + part.first, row.first + part.last))
         masters = bucket.masters[chunk.start : chunk.end]
         if len(targets) == 1 and targets[0].dtype == masters.dtype:
             targets[0].copy_(masters, non_blocking=True)

@@ -123,12 +123,17 @@ def test_made_once_in_one_pinned_arena(precision_aware: bool, monkeypatch: pytes
     hybrid = hybrid_of(optimizer)
     assert made == [hybrid]
     assert isinstance(hybrid, HybridDeviceOptimizer)
-    clones, grads = list(hybrid.cpu_copys_map_gpu_param), list(hybrid.cpu_copy_map_grad.values())
-    assert len(clones) == len(grads) == 6
-    assert {tensor.is_pinned() for tensor in clones + grads} == {native_status().gpu}
-    addresses = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in clones + grads)
-    assert addresses[-1][0] + addresses[-1][1] - addresses[0][0] < sum(nbytes for _, nbytes in addresses) * 1.01
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in clones + grads)
+    clones = list(hybrid.cpu_copys_map_gpu_param)
+    buffers = {bucket.grads.data_ptr(): bucket.grads for bucket in hybrid._buckets}
+    assert len(clones) == 6
+    assert {tensor.is_pinned() for tensor in (*clones, *buffers.values())} == {native_status().gpu}
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in clones)
+    arena = hybrid._arenas[0]
+    addresses = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in (*clones, *buffers.values()))
+    assert addresses[-1][0] + addresses[-1][1] - addresses[0][0] <= arena.nbytes
+    needed = sum(tensor.nbytes for tensor in (*clones, *buffers.values()))
+    assert hybrid.pinned_bytes == (arena.nbytes if native_status().gpu else 0)
+    assert arena.nbytes <= 1.01 * needed + 4096
 
 
 @BOTH_MODES

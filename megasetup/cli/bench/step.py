@@ -1,20 +1,23 @@
 """`megasetup bench step`: Megatron's hybrid optimizer and ours, made and stepped over the same weights.
 
 Each combination runs in a process of its own (step_worker.py), one after another, so that neither finds the other's
-memory in an allocator. The CPU Adam alone runs beside them, as the limit of any step.
+memory in an allocator. All are forked from a server that has imported Megatron and has not touched CUDA, since the
+imports take longer than most measurements. The CPU Adam alone runs beside them, as the limit of any step.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
-from torch import multiprocessing
 
 from megasetup.cli.bench import step_worker
 from megasetup.cli.bench.step_worker import OURS, STOCK, Case
@@ -62,16 +65,18 @@ def measure(options: Options, progress: Steps) -> dict[str, Any]:
     Raises:
         CommandError: a measurement failed, with its traceback.
     """
+    progress.next("the imports that all need")
+    context = _processes()
     alone = None
     if options.steps:
         progress.next("the CPU's Adam alone")
-        alone = _settled(_in_own_process(step_worker.adam_alone, options.pairs[0][0])["step_seconds"])
+        alone = _settled(_in_own_process(context, step_worker.adam_alone, options.pairs[0][0])["step_seconds"])
     results = []
     for stock_case, our_case in options.pairs:
         found = []
         for case in (stock_case, our_case):
             progress.next(case.label)
-            found.append(_with_ratios(_in_own_process(step_worker.measure, case), alone))
+            found.append(_with_ratios(_in_own_process(context, step_worker.measure, case), alone))
         stock, ours = found
         ours["made_times_faster"] = stock["made_seconds"] / ours["made_seconds"]
         if options.steps:
@@ -106,8 +111,43 @@ def _with_ratios(found: dict[str, Any], alone: float | None) -> dict[str, Any]:
     return found
 
 
-def _in_own_process(work: Callable[[Case], dict[str, Any]], case: Case) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
+# What a measurement imports; Transformer Engine where there is one, as Megatron's optimizers take theirs from it.
+_PRELOADED = [
+    "transformer_engine.pytorch",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.transformer",
+    "megasetup.compat.hybrid_optimizer",
+    "megasetup.masters.hybrid",
+    "megasetup.cli.bench.step_worker",
+]
+
+
+def _processes() -> SpawnContext | ForkServerContext:
+    """How processes are started: from the server, unless its imports have touched CUDA."""
+    # Counted without the driver: a process that has asked the driver leaves children that cannot use it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(_PRELOADED)
+    ours, theirs = server.Pipe()
+    process = server.Process(target=_can_use_cuda, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        usable = bool(ours.recv())
+    except EOFError:
+        usable = False
+    process.join()
+    return server if usable else multiprocessing.get_context("spawn")
+
+
+def _can_use_cuda(answers: Connection) -> None:
+    answers.send(not torch.cuda._is_in_bad_fork())  # type: ignore[no-untyped-call]
+
+
+def _in_own_process(
+    context: SpawnContext | ForkServerContext, work: Callable[[Case], dict[str, Any]], case: Case
+) -> dict[str, Any]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(work, case, theirs), daemon=True)
     process.start()

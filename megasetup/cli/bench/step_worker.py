@@ -7,9 +7,12 @@ in Megatron's gradient buffer, in BF16, so that every step has the same work and
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,24 +133,30 @@ def _optimizer(chunk: Any, case: Case) -> Any:
 
 
 def _pinned_bytes(hybrid: Any) -> int:
-    """Bytes in the blocks of torch's pinned allocator, and in pinned memory that is not torch's."""
-    own: dict[int, int] = {}
-    for tensor in (*hybrid.cpu_copys_map_gpu_param, *hybrid.cpu_copy_map_grad.values()):
-        if tensor.is_pinned():
-            own[tensor.data_ptr()] = tensor.nbytes
-    by_torch = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-    return by_torch or sum(own.values())
+    """Bytes in the blocks of torch's pinned allocator, and those that ours has pinned itself."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) + getattr(hybrid, "pinned_bytes", 0)
+
+
+_DIGEST_BYTES = 1 << 26
 
 
 def _digest(chunk: Any, hybrid: Any) -> list[int]:
-    """One number a tensor of the model, its clones and their moments, from all their bits."""
-    tensors = [*chunk.parameters(), *hybrid.cpu_copys_map_gpu_param]
-    for state in hybrid.state.values():
+    """Checksums of the model's weights, of the clones and of their moments, piece by piece, the same for both ways."""
+    tensors = list(chunk.parameters())
+    for param in [param for group in hybrid.param_groups for param in group["params"]]:
+        state = hybrid.state[param]
+        tensors.append(hybrid.param_to_inner_param[param])
         tensors += [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
-    return [
-        int(tensor.detach().view(torch.int16 if tensor.element_size() == 2 else torch.int32).sum(dtype=torch.int64))
-        for tensor in tensors
-    ]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        sums = []
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1).view(torch.uint8)
+            sums += [pool.submit(_checksum, piece) for piece in flat.split(_DIGEST_BYTES)]
+        return [future.result() for future in sums]
+
+
+def _checksum(piece: torch.Tensor) -> int:
+    return zlib.crc32(piece.cpu().numpy())
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -171,8 +180,8 @@ def measure(case: Case) -> dict[str, Any]:
             "made_seconds": making,
             "step_seconds": steps,
             "pinned_bytes": _pinned_bytes(hybrid),
-            "needed_bytes": sum(clone.nbytes for clone in hybrid.cpu_copys_map_gpu_param)
-            * (2 if steps or case.way == OURS else 1),
+            # The clones, and as much for gradients once there was a step.
+            "needed_bytes": sum(clone.nbytes for clone in hybrid.cpu_copys_map_gpu_param) * (2 if steps else 1),
             "peak_gpu_bytes": torch.cuda.max_memory_allocated(device),
             "peak_gpu_bytes_making": making_gpu,
             "peak_host_bytes": peak.bytes,
