@@ -167,7 +167,7 @@ def run_step(
     if device.type != "cuda":
         raise CommandError("bench step needs a GPU: the hybrid optimizer moves values between it and the host")
     options = step.Options(chosen, modes, overlaps, fraction, step_count, device)
-    with steps(2 * len(options.pairs) + 1) as progress:
+    with steps(2 * len(options.pairs) + 2) as progress:
         found = step.measure(options, progress)
     tables.show_step(found, console)
     _finish("step", found, found["verified"], json_file, console)

@@ -111,9 +111,8 @@ def _with_ratios(found: dict[str, Any], alone: float | None) -> dict[str, Any]:
     return found
 
 
-# What a measurement imports; Transformer Engine where there is one, as Megatron's optimizers take theirs from it.
+# What a measurement imports. Megatron's optimizers import Transformer Engine where there is one.
 _PRELOADED = [
-    "transformer_engine.pytorch",
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.transformer",
@@ -130,19 +129,23 @@ def _processes() -> SpawnContext | ForkServerContext:
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(_PRELOADED)
     ours, theirs = server.Pipe()
-    process = server.Process(target=_can_use_cuda, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
+    process = server.Process(target=_use_cuda, args=(theirs,), daemon=True)
     try:
+        process.start()
+        theirs.close()
         usable = bool(ours.recv())
-    except EOFError:
+        process.join()
+    except (EOFError, OSError):
         usable = False
-    process.join()
     return server if usable else multiprocessing.get_context("spawn")
 
 
-def _can_use_cuda(answers: Connection) -> None:
-    answers.send(not torch.cuda._is_in_bad_fork())  # type: ignore[no-untyped-call]
+def _use_cuda(answers: Connection) -> None:
+    try:
+        torch.zeros(1, device="cuda").item()
+        answers.send(True)
+    except (RuntimeError, AssertionError):
+        answers.send(False)
 
 
 def _in_own_process(
