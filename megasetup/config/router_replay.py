@@ -20,6 +20,8 @@ ENABLED_KEY = f"{POLICY}.router_replay.enabled"
 
 _BECAUSE = f"because {ENABLED_KEY} is true"
 _STAGES = "must be null: routes are not replayed over virtual pipeline stages"
+# Those of the settings below that have keys in megatron_cfg; the others are given in model_overrides.
+_KEYS = ("moe_router_load_balancing_type", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope")
 _CAPTURED = {"full", "full_iteration", "moe", "moe_router", "moe_preprocess"}
 
 
@@ -139,7 +141,8 @@ def apply_router_replay_config(model_cfg: Any, config: Mapping[str, Any]) -> Non
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield MEGATRON, megatron_cfg(config)
+    megatron = megatron_cfg(config)
+    yield MEGATRON, {key: megatron[key] for key in _KEYS if key in megatron}
     yield f"{MEGATRON}.model_overrides", section(config, "megatron_cfg", "model_overrides")
 
 
