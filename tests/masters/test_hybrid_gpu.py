@@ -213,7 +213,7 @@ class TestFaultsOfTheStockClass:
 def resume(folder: Path, mode: str, sharding: str, ranks: int) -> None:
     """Ten steps, and five, a checkpoint, a new process and five more; each part in processes of its own."""
     worker = str(Path(__file__).with_name("resume_worker.py"))
-    for what in ("ten", "five", "five more"):
+    for at_once in (("ten", "five"), ("five more",)):
         processes = [
             subprocess.Popen(
                 [sys.executable, worker, what, mode, sharding, str(folder), str(rank), str(ranks)],
@@ -221,6 +221,7 @@ def resume(folder: Path, mode: str, sharding: str, ranks: int) -> None:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
+            for what in at_once
             for rank in range(ranks)
         ]
         for process in processes:
