@@ -23,11 +23,13 @@ _HOMES = {
     "plan_sync": "megasetup.masters",
     "recast_expert_bias": "megasetup.moe",
     "sync_master_weights": "megasetup.masters",
+    "use_in_megatron_bridge": "megasetup.compat.bridge_sync",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:
+    from megasetup.compat.bridge_sync import use_in_megatron_bridge
     from megasetup.masters import (
         AuditReport,
         SyncPlan,

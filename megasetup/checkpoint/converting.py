@@ -25,6 +25,7 @@ from megasetup.compat.bridge import import_bridge
 from megasetup.compat.local_layers import fields_of_the_machine, local_layer_settings
 from megasetup.compat.no_gpu import no_gpu
 from megasetup.compat.transformer_engine import is_installed
+from megasetup.compat.write_queue import plain_write_queue
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _save(model: list[Any], folder: Path, what: str, quiet: bool) -> Any:
         dist=None,
     )
     total = _bytes_of(model)
-    with watch(what, total, lambda: bytes_below(folder), shown=not quiet):
+    with plain_write_queue(), watch(what, total, lambda: bytes_below(folder), shown=not quiet):
         import_bridge("megatron.bridge.training.checkpointing").save_checkpoint(
             state=state,
             model=model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import random
 from collections.abc import Callable
@@ -100,6 +101,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert tensor_parallel_random._CUDA_RNG_STATE_TRACKER is None
     assert tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED is False
     assert torch.cuda.is_initialized() is False
+    assert not multiprocessing.active_children()
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == [".megatron.lock", "hf", "megatron"]
 
