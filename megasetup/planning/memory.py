@@ -5,6 +5,9 @@ Where the optimizer's state lies depends on three settings. Standard: an FP32 GP
 GPU shard; the hybrid optimizer keeps FP32 working copies, on the host for offloaded parameters and on the GPU for the
 others, and takes no notice of exp_avg_dtype. Precision-aware without offload: the fused GPU optimizer holds masters and
 moments in the dtypes that OptimizerConfig names.
+
+The hybrid optimizer is ours, which pins exactly what it needs, unless the config wants Megatron's own. That one asks
+torch for each pinned tensor, in a block of the next power of two, and pins no clone in precision-aware mode.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class OptimizerMemory:
         moments: bytes an element of each moment on the GPU without a hybrid optimizer.
         hybrid_moments: bytes an element of each moment with one.
         pin_gradients, pin_parameters: pin_cpu_grads and pin_cpu_params.
+        fast_hybrid: the hybrid optimizer is ours.
     """
 
     offload: bool
@@ -61,10 +65,11 @@ class OptimizerMemory:
     hybrid_moments: tuple[int, ...]
     pin_gradients: bool
     pin_parameters: bool
+    fast_hybrid: bool
 
     @classmethod
-    def of(cls, config: Any) -> OptimizerMemory:
-        """Read an OptimizerConfig."""
+    def of(cls, config: Any, *, fast_hybrid: bool = True) -> OptimizerMemory:
+        """Read an OptimizerConfig; `fast_hybrid` is policy.megatron_cfg.fast_hybrid_optimizer."""
         plain: tuple[int, ...] = (4, 4)
         moments: tuple[int, ...] = (config.exp_avg_dtype.itemsize, config.exp_avg_sq_dtype.itemsize)
         if config.optimizer != "adam":
@@ -86,6 +91,7 @@ class OptimizerMemory:
             hybrid_moments=plain,
             pin_gradients=bool(getattr(config, "pin_cpu_grads", True)),
             pin_parameters=bool(getattr(config, "pin_cpu_params", True)),
+            fast_hybrid=fast_hybrid,
         )
 
 
@@ -114,18 +120,27 @@ def optimizer_items(owned: Owned, settings: OptimizerMemory) -> list[Item]:
         items.append(Item("FP32 shards", "GPU", _blocks_of(elements[copied], 4)))
     # A gradient of another dtype than the FP32 copy it is for is widened, and stays until the gradients are cleared.
     widened = copied & owned.sixteen_bit_gradient
-    if not settings.precision_aware or settings.offload:
+    if not settings.precision_aware or (settings.offload and not settings.fast_hybrid):
         items.append(Item("FP32 gradients of a step", "GPU", _blocks_of(elements[widened], 4)))
     moments = settings.hybrid_moments if settings.offload else settings.moments
     items.append(Item("moments", "GPU", sum(_blocks_of(elements[on_gpu], size) for size in moments)))
     if settings.offload:
-        offloaded = int(elements[on_cpu].sum())
+        offloaded = elements[on_cpu]
+        # (in precision-aware mode Megatron's own pins 16-bit clones, and then widens them into pageable memory)
+        pinned = settings.pin_parameters and (settings.fast_hybrid or not settings.precision_aware)
         items += [
-            Item("clones", "host, pinned" if settings.pin_parameters else "host", offloaded * 4),
-            Item("gradient buffers", "host, pinned" if settings.pin_gradients else "host", offloaded * 4),
-            Item("moments", "host", offloaded * sum(moments)),
+            _on_host("clones", offloaded, pinned, settings),
+            _on_host("gradient buffers", offloaded, settings.pin_gradients, settings),
+            Item("moments", "host", int(offloaded.sum()) * sum(moments)),
         ]
     return items
+
+
+def _on_host(name: str, elements: torch.Tensor, pinned: bool, settings: OptimizerMemory) -> Item:
+    """FP32 host tensors of these lengths."""
+    if pinned and not settings.fast_hybrid:
+        return Item(name, "host, pinned", sum(1 << (4 * count - 1).bit_length() for count in elements.tolist()))
+    return Item(name, "host, pinned" if pinned else "host", int(elements.sum()) * 4)
 
 
 def staging_items(offloads: bool) -> list[Item]:

@@ -203,6 +203,7 @@ def plan_run(
     limits: Limits | None = None,
     rates: Rates | None = None,
     use_tp_pp_dp_mapping: bool = False,
+    fast_hybrid_optimizer: bool = True,
 ) -> RunPlan:
     """Plan a run without a GPU, from the model's real shapes and Megatron's own sharding.
 
@@ -215,6 +216,7 @@ def plan_run(
         limits: what a GPU and a node have. Default: a DGX H200.
         rates: what bounds a sync. Default: figures of H200 hosts.
         use_tp_pp_dp_mapping: as in Bridge's DistributedInitConfig.
+        fast_hybrid_optimizer: offloading is done by our hybrid optimizer, not by Megatron's own.
 
     Raises:
         PlanningError: what was asked cannot be planned.
@@ -230,7 +232,7 @@ def plan_run(
         use_tp_pp_dp_mapping=use_tp_pp_dp_mapping,
     )
     where = places(sizes)
-    settings = OptimizerMemory.of(optimizer_config)
+    settings = OptimizerMemory.of(optimizer_config, fast_hybrid=fast_hybrid_optimizer)
     parameters, stages = _build_stages(provider, optimizer_config, ddp_config, sizes, where)
     shares = _Shares(stages, settings)
     per_node = gpus // nodes

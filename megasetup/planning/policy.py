@@ -56,6 +56,7 @@ def plan_policy(
         limits=limits,
         rates=rates,
         use_tp_pp_dp_mapping=container.dist.use_tp_pp_dp_mapping,
+        fast_hybrid_optimizer=megatron_cfg(config).get("fast_hybrid_optimizer", True),
     )
     return plan.with_notes(*_not_planned(config))
 

@@ -69,6 +69,7 @@ def _memory(**settings) -> OptimizerMemory:
         "hybrid_moments": (4, 4),
         "pin_gradients": True,
         "pin_parameters": True,
+        "fast_hybrid": True,
     }
     return OptimizerMemory(**{**plain, **settings})
 
@@ -86,6 +87,27 @@ def test_half_offloaded_precision_aware_keeps_working_copies_of_the_rest():
         ("gradient buffers", "host, pinned"): 1024 * 4,
         ("moments", "host"): 1024 * 8,
     }
+
+
+def test_megatron_s_own_hybrid_optimizer_pins_powers_of_two():
+    owned = owned_of(buffer_of([1000, 2048]), fraction=1.0)
+    assert _of(optimizer_items(owned, _memory(fraction=1.0, fast_hybrid=False))) == {
+        ("FP32 shards", "GPU"): 4096 + 8192,
+        ("clones", "host, pinned"): 4096 + 8192,
+        ("gradient buffers", "host, pinned"): 4096 + 8192,
+        ("moments", "host"): 3048 * 8,
+    }
+    aware = _of(optimizer_items(owned, _memory(fraction=1.0, fast_hybrid=False, precision_aware=True)))
+    assert aware["clones", "host"] == 3048 * 4
+    assert ("clones", "host, pinned") not in aware
+
+
+def test_gradients_that_are_widened_for_a_step():
+    owned = owned_of(buffer_of([1024, 1024], gradient=torch.bfloat16), fraction=0.3)
+    name = ("FP32 gradients of a step", "GPU")
+    assert _of(optimizer_items(owned, _memory()))[name] == 2 * 4096  # of every shard
+    assert _of(optimizer_items(owned, _memory(precision_aware=True, fast_hybrid=False)))[name] == 4096  # on the GPU
+    assert name not in _of(optimizer_items(owned, _memory(precision_aware=True)))
 
 
 def test_precision_aware_on_the_gpu_holds_the_dtypes_that_are_asked_for():
