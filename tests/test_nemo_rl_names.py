@@ -1,4 +1,4 @@
-"""Every name of the module that megasetup.nemo_rl stands in for, with its signature, as data/nemo_rl_seed.json has it."""
+"""Every name of the module that megasetup.nemo_rl stands in for, with its signature (data/nemo_rl_seed.json)."""
 
 from __future__ import annotations
 
