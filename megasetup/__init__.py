@@ -20,15 +20,22 @@ _HOMES = {
     "SyncReport": "megasetup.masters",
     "audit_master_weights": "megasetup.masters",
     "ensure_master_weights": "megasetup.masters",
+    "export_model_to_hf": "megasetup.checkpoint.exporting",
+    "handle_model_import": "megasetup.checkpoint.importing",
+    "import_model_from_hf": "megasetup.checkpoint.importing",
     "plan_sync": "megasetup.masters",
     "recast_expert_bias": "megasetup.moe",
     "sync_master_weights": "megasetup.masters",
     "use_in_megatron_bridge": "megasetup.compat.bridge_sync",
+    "validate_model_paths": "megasetup.checkpoint.paths",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:
+    from megasetup.checkpoint.exporting import export_model_to_hf
+    from megasetup.checkpoint.importing import handle_model_import, import_model_from_hf
+    from megasetup.checkpoint.paths import validate_model_paths
     from megasetup.compat.bridge_sync import use_in_megatron_bridge
     from megasetup.masters import (
         AuditReport,

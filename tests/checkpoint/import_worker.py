@@ -41,16 +41,17 @@ def _after(module: Any, name: str) -> None:
     setattr(module, name, work_and_die)
 
 
-def _between_renames() -> None:
-    rename, calls = os.rename, [0]
+def _at_move(number: int) -> None:
+    """Die instead of the n-th rename to or from the target (torch renames files of its own)."""
+    rename, moves, target = os.rename, [0], sys.argv[3]
 
-    def first_only(*arguments: Any) -> None:
-        calls[0] += 1
-        if calls[0] == 2:
+    def count_and_rename(source: Any, goal: Any) -> None:
+        moves[0] += target in (str(source), str(goal))
+        if moves[0] == number:
             _die()
-        rename(*arguments)
+        rename(source, goal)
 
-    os.rename = first_only
+    os.rename = count_and_rename
 
 
 def _tensors_are_written() -> None:
@@ -67,18 +68,14 @@ def _before_it_is_marked() -> None:
     importing.write_mark = _die  # type: ignore[assignment]
 
 
-def _before_it_is_moved() -> None:
-    os.rename = _die  # type: ignore[assignment]
-
-
 # Each prepares the child; with the last one there is something to be replaced.
 _MOMENTS: dict[str, Callable[[], None]] = {
     "weights are loaded": lambda: None,
     "tensors are written": _tensors_are_written,
     "config is written": _config_is_written,
     "before it is marked": _before_it_is_marked,
-    "before it is moved": _before_it_is_moved,
-    "between the renames": _between_renames,
+    "before it is moved": lambda: _at_move(1),
+    "between the renames": lambda: _at_move(2),
 }
 
 
