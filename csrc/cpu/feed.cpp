@@ -7,11 +7,11 @@
 
 namespace megasetup::cpu {
 
-Feed::Feed(size_t most_jobs) : jobs_(std::make_unique<Job[]>(most_jobs)) {
+Feed::Feed(size_t most_jobs, Use use) : jobs_(std::make_unique<Job[]>(most_jobs)) {
   (void)kernels();  // a wrong MEGASETUP_CPU_ISA is the caller's error, not a worker's
   Pool& pool = Pool::instance();
-  stays_ = std::make_shared<Batch>(pool.num_threads(), [this](int64_t) { work(); });
-  pool.submit(stays_);
+  stays_ = std::make_shared<Batch>(pool.num_threads(use), [this](int64_t) { work(); });
+  pool.submit(stays_, use);
 }
 
 Feed::~Feed() {

@@ -28,7 +28,7 @@ class Feed {
   };
 
   // Takes the workers of this process's pool as they become free, for at most `most_jobs` jobs.
-  explicit Feed(size_t most_jobs);
+  explicit Feed(size_t most_jobs, Use use = Use::kConverting);
   // Jobs that are not done are given up. When this returns, none is running.
   ~Feed();
   Feed(const Feed&) = delete;

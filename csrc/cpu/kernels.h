@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "common/digest.h"
 #include "common/rows.h"
 
 namespace megasetup::cpu {
@@ -22,6 +23,10 @@ struct Kernels {
   void (*copy)(const void* source, void* target, size_t bytes, bool stream);
   Comparison (*compare_bf16)(const uint16_t* weight, const float* master, size_t count);
   Comparison (*compare_fp16)(const uint16_t* weight, const float* master, size_t count);
+  // At most a tile: `keys` has a key for every element.
+  Digest (*digest_bf16)(const float* master, const uint32_t* keys, size_t count);
+  Digest (*digest_fp16)(const float* master, const uint32_t* keys, size_t count);
+  uint64_t (*digest_16_bit)(const uint16_t* patterns, const uint32_t* keys, size_t count);
 };
 
 const Kernels& scalar_kernels();

@@ -29,6 +29,14 @@ struct Memory {
     return mask_of(vmvnq_u32(vorrq_u32(vceqq_u32(a, b), both_nan)));
   }
   static uint32_t differing_16_bit(Low a, Low b) { return mask_of(vmvnq_u32(vceqq_u32(vmovl_u16(a), vmovl_u16(b)))); }
+
+  using Sums = uint64x2_t;
+  static Wide extend(Low v) { return vmovl_u16(v); }
+  static Wide load_keys(const uint32_t* p) { return vld1q_u32(p); }
+  static Sums add_products(Sums sums, Wide patterns, Wide keys) {
+    return vmlal_high_u32(vmlal_u32(sums, vget_low_u32(patterns), vget_low_u32(keys)), patterns, keys);
+  }
+  static uint64_t total(Sums sums) { return vaddvq_u64(sums); }
 };
 
 struct Bf16 : Memory {
@@ -40,12 +48,28 @@ struct Bf16 : Memory {
     return vmovn_u32(vbslq_u32(nan_lanes(v), quiet, rounded));
   }
   static uint32_t differing_low(Low weight, Wide master) { return differing_16_bit(weight, narrow(master)); }
+  static Wide dropping(Wide v) { return vtstq_u32(v, vdupq_n_u32(0xffff)); }
+  static bool exact(Wide v) { return vmaxvq_u32(dropping(v)) == 0; }
+  static Wide exact_patterns(Wide v) { return vshrq_n_u32(v, 16); }
+  static uint32_t round(Wide v, Wide& patterns) {
+    const Wide drops = dropping(v), nan = nan_lanes(v);
+    const Wide top = vshrq_n_u32(v, 16);
+    const Wide odd = vandq_u32(top, vdupq_n_u32(1));
+    patterns = vshrq_n_u32(vaddq_u32(v, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+    patterns = vbslq_u32(vandq_u32(drops, nan), vorrq_u32(top, vdupq_n_u32(0x40)), patterns);
+    return mask_of(vbicq_u32(drops, nan));
+  }
 };
 
 struct Fp16 : Memory {
   static Wide widen(Low v) { return vreinterpretq_u32_f32(vcvt_f32_f16(vreinterpret_f16_u16(v))); }
   static Low narrow(Wide v) { return vreinterpret_u16_f16(vcvt_f16_f32(vreinterpretq_f32_u32(v))); }
   static uint32_t differing_low(Low weight, Wide master) { return differing_16_bit(weight, narrow(master)); }
+  static uint32_t round(Wide v, Wide& patterns) {
+    const Low low = narrow(v);
+    patterns = extend(low);
+    return mask_of(vmvnq_u32(vorrq_u32(vceqq_u32(widen(low), v), nan_lanes(v))));
+  }
 };
 
 }  // namespace

@@ -50,6 +50,30 @@ Comparison compare(const uint16_t* weight, const float* master, size_t count) {
 
 void copy(const void* source, void* target, size_t bytes, bool) { std::memcpy(target, source, bytes); }
 
+// What a vector that drops nothing keeps is a shift, of a NaN too: a signalling one then stays what it is.
+uint16_t fp32_to_bf16_pattern(uint32_t bits) {
+  return (bits & 0xffffu) == 0 ? static_cast<uint16_t>(bits >> 16) : fp32_to_bf16_bits(bits);
+}
+
+template <uint32_t (*kWiden)(uint16_t), uint16_t (*kNarrow)(uint32_t)>
+Digest digest(const float* master, const uint32_t* keys, size_t count) {
+  Digest result;
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t high = load<uint32_t>(master, i);
+    const uint16_t pattern = kNarrow(high);
+    result.sum += static_cast<uint64_t>(keys[i]) * pattern;
+    if (kWiden(pattern) == high || is_nan_bits(high)) continue;
+    if (result.inexact++ == 0) result.first_inexact = static_cast<int64_t>(i);
+  }
+  return result;
+}
+
+uint64_t digest_16_bit(const uint16_t* patterns, const uint32_t* keys, size_t count) {
+  uint64_t sum = 0;
+  for (size_t i = 0; i < count; ++i) sum += static_cast<uint64_t>(keys[i]) * load<uint16_t>(patterns, i);
+  return sum;
+}
+
 }  // namespace
 
 Comparison compare_fp32(const float* weight, const float* master, size_t count) {
@@ -79,7 +103,10 @@ const Kernels& scalar_kernels() {
                              narrow<fp32_to_fp16_bits>,
                              copy,
                              compare<bf16_to_fp32_bits, fp32_to_bf16_bits>,
-                             compare<fp16_to_fp32_bits, fp32_to_fp16_bits>};
+                             compare<fp16_to_fp32_bits, fp32_to_fp16_bits>,
+                             digest<bf16_to_fp32_bits, fp32_to_bf16_pattern>,
+                             digest<fp16_to_fp32_bits, fp32_to_fp16_bits>,
+                             digest_16_bit};
   return table;
 }
 

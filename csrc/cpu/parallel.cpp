@@ -89,6 +89,20 @@ Comparison compare_piece(const Segment& piece) {
   return {};
 }
 
+Digest digest_tile(Kind kind, const void* copy, int64_t patterns) {
+  const auto count = static_cast<size_t>(patterns);
+  switch (kind) {
+    case Kind::kWidenBf16:
+      return kernels().digest_bf16(static_cast<const float*>(copy), digest_keys(), count);
+    case Kind::kWidenFp16:
+      return kernels().digest_fp16(static_cast<const float*>(copy), digest_keys(), count);
+    case Kind::kCopy4Bytes:
+    case Kind::kCopy2Bytes:
+      return {kernels().digest_16_bit(static_cast<const uint16_t*>(copy), digest_keys(), count), 0, -1};
+  }
+  return {};
+}
+
 void merge(Comparison& whole, const Comparison& part, int64_t offset) {
   const auto earlier = [offset](int64_t first, int64_t in_part) {
     if (in_part < 0) return first;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "common/digest.h"
 #include "common/rows.h"
 #include "cpu/pool.h"
 
@@ -44,6 +45,9 @@ class Segments {
 void widen_piece(const Segment& piece, bool stream);
 void narrow_piece(const Segment& piece);  // reads piece.copy, writes piece.weight
 Comparison compare_piece(const Segment& piece);
+
+// At most a tile of a copy: its patterns (those of its elements rounded to the weight's dtype).
+Digest digest_tile(Kind kind, const void* copy, int64_t patterns);
 
 // Adds `part`, found at `offset` of a longer run, to that run's result.
 void merge(Comparison& whole, const Comparison& part, int64_t offset);

@@ -43,6 +43,23 @@ std::atomic<int>& wanted_threads() {
   return threads;
 }
 
+struct DefaultThreads {
+  DefaultThreads() {
+    converting = reading = positive_from_environment("MEGASETUP_NUM_THREADS");
+    if (converting > 0) return;
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    const int cores = sched_getaffinity(0, sizeof(allowed), &allowed) == 0
+                          ? CPU_COUNT(&allowed)
+                          : static_cast<int>(std::thread::hardware_concurrency());
+    const int share = cores / local_ranks();
+    converting = std::max(1, std::min(8, share));
+    reading = std::max(converting, std::min(2 * converting, share - 1));
+  }
+  int converting;
+  int reading;
+};
+
 std::atomic<Pool*>& current_pool() {
   static std::atomic<Pool*> pool{nullptr};
   return pool;
@@ -70,21 +87,24 @@ Pool& Pool::instance() {
   return *pool;
 }
 
-int Pool::default_threads() {
-  if (const int threads = positive_from_environment("MEGASETUP_NUM_THREADS")) return threads;
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  const int cores = sched_getaffinity(0, sizeof(allowed), &allowed) == 0
-                        ? CPU_COUNT(&allowed)
-                        : static_cast<int>(std::thread::hardware_concurrency());
-  return std::max(1, std::min(8, cores / local_ranks()));
+int Pool::num_threads(Use use) const {
+  // Asked of the system once: this is called for every chunk.
+  static const DefaultThreads by_default;
+  const int wanted = wanted_threads().load();
+  if (wanted > 0) return wanted;
+  if (use == Use::kConverting) return by_default.converting;
+  const int cores = usable_cores_.load();
+  return cores == 0 ? by_default.reading : std::max(by_default.converting, std::min(by_default.reading, cores - 1));
 }
 
-int Pool::num_threads() {
-  // Asked of the system once: this is called for every chunk.
-  static const int by_default = default_threads();
-  const int wanted = wanted_threads().load();
-  return wanted > 0 ? wanted : by_default;
+void Pool::use_default_threads() {
+  Workers surplus;
+  {
+    const std::lock_guard lock(mutex_);
+    wanted_threads().store(0);
+    surplus = take_surplus(num_threads(Use::kReading));
+  }
+  dismiss(std::move(surplus));
 }
 
 void Pool::set_num_threads(int threads) {
@@ -113,6 +133,7 @@ void Pool::set_cores(const std::vector<int>& cores) {
   const std::lock_guard lock(mutex_);
   if (usable == cores_) return;
   cores_ = std::move(usable);
+  usable_cores_.store(static_cast<int>(cores_.size()));
   for (const auto& worker : workers_) apply_cores(*worker);
 }
 
@@ -125,9 +146,8 @@ void Pool::apply_cores(Worker& worker) const {
   (void)pthread_setaffinity_np(worker.thread.native_handle(), sizeof(set), &set);
 }
 
-void Pool::start_missing() {
-  const auto wanted = static_cast<size_t>(num_threads());
-  while (workers_.size() < wanted) {
+void Pool::start_missing(int wanted) {
+  while (workers_.size() < static_cast<size_t>(wanted)) {
     auto worker = std::make_unique<Worker>();
     worker->thread = std::thread(&Pool::work, this, std::cref(*worker));
     workers_.push_back(std::move(worker));
@@ -159,10 +179,11 @@ void Pool::shutdown() {
   dismiss(std::move(surplus));
 }
 
-void Pool::submit(const std::shared_ptr<Batch>& batch) {
+void Pool::submit(const std::shared_ptr<Batch>& batch, Use use) {
   {
     const std::lock_guard lock(mutex_);
-    start_missing();
+    batch->places_ = num_threads(use);
+    start_missing(batch->places_);
     queue_.push_back(batch);
   }
   wake_.notify_all();
@@ -190,12 +211,18 @@ void Pool::cancel(Batch& batch) {
   batch.finished_.fetch_add(batch.blocks_ - taken, std::memory_order_acq_rel);
 }
 
+std::shared_ptr<Batch> Pool::join_batch() {
+  std::erase_if(queue_, [](const auto& batch) { return batch->exhausted(); });
+  const auto found = std::find_if(queue_.begin(), queue_.end(), [](const auto& batch) { return batch->places_ > 0; });
+  if (found == queue_.end()) return nullptr;
+  --(*found)->places_;
+  return *found;
+}
+
 void Pool::work(const Worker& self) {
   std::unique_lock lock(mutex_);
   while (!self.leaving) {
-    while (!queue_.empty() && queue_.front()->exhausted()) queue_.pop_front();
-    if (!queue_.empty()) {
-      const std::shared_ptr<Batch> batch = queue_.front();
+    if (const std::shared_ptr<Batch> batch = join_batch()) {
       lock.unlock();
       const bool last = batch->work();
       lock.lock();

@@ -14,7 +14,11 @@
 
 namespace megasetup::cpu {
 
-// Work that any number of workers may take blocks of, in any order.
+// What a worker does with its blocks. Widening is bound by the memory that all cores share, so a few are best; a core
+// that only reads is bound by its own waiting, so reading takes more of them.
+enum class Use { kConverting, kReading };
+
+// Work that workers, as many as its use allows, may take blocks of in any order.
 class Batch {
  public:
   // `run(block)` is called once for every block in [0, blocks); it must not throw.
@@ -30,6 +34,7 @@ class Batch {
 
   const int64_t blocks_;
   const std::function<void(int64_t)> run_;
+  int places_ = 0;  // for workers yet to come; guarded by the pool's mutex_
   std::atomic<int64_t> next_{0};
   std::atomic<int64_t> finished_{0};
 };
@@ -38,16 +43,19 @@ class Pool {
  public:
   // The pool of this process.
   static Pool& instance();
-  // min(8, cores this process may use / local ranks), or MEGASETUP_NUM_THREADS. At least 1.
-  static int default_threads();
-
-  int num_threads();
-  // Takes effect at the next submission, and in children forked later; throws std::invalid_argument below 1.
+  // Workers of a use: what set_num_threads or MEGASETUP_NUM_THREADS says; else, with each rank's share of the cores
+  // this process may use, min(8, share) for converting, and for reading up to twice that, but one less than the share
+  // or than the cores of set_cores, for the thread that waits. At least 1.
+  int num_threads(Use use = Use::kConverting) const;
+  // For both uses. Takes effect at the next submission, and in children forked later; throws std::invalid_argument
+  // below 1.
   void set_num_threads(int threads);
+  // Back to what holds when nothing was set.
+  void use_default_threads();
   // Keep the workers on these cores (those of the GPU's NUMA node); ignored when this process may use none of them.
   void set_cores(const std::vector<int>& cores);
 
-  void submit(const std::shared_ptr<Batch>& batch);
+  void submit(const std::shared_ptr<Batch>& batch, Use use = Use::kConverting);
   // Submit and wait, asking `interrupted` now and then; a batch that is interrupted stops handing out blocks.
   // Returns false when it was interrupted. No block runs after this returns.
   bool run(int64_t blocks, const std::function<void(int64_t)>& run, const std::function<bool()>& interrupted);
@@ -68,7 +76,9 @@ class Pool {
   void dismiss(Workers surplus);
   // These are called with mutex_ held.
   void apply_cores(Worker& worker) const;
-  void start_missing();
+  void start_missing(int wanted);
+  // The first batch with blocks and a place for one more worker, which is taken; null if there is none.
+  std::shared_ptr<Batch> join_batch();
   Workers take_surplus(int keep);
 
   std::mutex mutex_;
@@ -77,6 +87,7 @@ class Pool {
   std::deque<std::shared_ptr<Batch>> queue_;
   Workers workers_;
   std::vector<int> cores_;
+  std::atomic<int> usable_cores_{0};  // how many those are; 0: not told
 };
 
 }  // namespace megasetup::cpu

@@ -84,9 +84,14 @@ void register_cpu(py::module_& module) {
                                static_cast<py::ssize_t>(memory.size()));
       });
   cpu_module.def("num_threads", [] { return cpu::Pool::instance().num_threads(); });
+  cpu_module.def("num_reading_threads", [] { return cpu::Pool::instance().num_threads(cpu::Use::kReading); });
   cpu_module.def("set_num_threads", [](int threads) {
     const py::gil_scoped_release release;
     cpu::Pool::instance().set_num_threads(threads);
+  });
+  cpu_module.def("use_default_threads", [] {
+    const py::gil_scoped_release release;
+    cpu::Pool::instance().use_default_threads();
   });
   cpu_module.def("instruction_set", [] { return cpu::kernels().name; });
   cpu_module.def("instruction_sets", cpu::kernel_names);

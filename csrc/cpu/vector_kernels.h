@@ -4,7 +4,10 @@
 // A Vector V has: V::kLanes (elements of FP32 in one vector); Wide (FP32 bits in a register) and Low (the same number
 // of 16-bit values); load_low/load_wide/store_low/store_wide for any alignment; stream_wide for aligned addresses;
 // fence(); widen(Low) and narrow(Wide) for the dtype; differing_wide/differing_low, which give a bit mask of lanes that
-// differ, leaving out lanes where both sides are NaN.
+// differ, leaving out lanes where both sides are NaN. For digests: extend(Low) to 32-bit lanes; round(Wide, Wide&
+// patterns), which gives the narrowed patterns in 32-bit lanes, and the mask of lanes that rounding changes, NaNs left
+// out; where it is cheaper to see that narrowing drops nothing, exact(Wide) for that and exact_patterns(Wide) for the
+// patterns then; Sums (64-bit lanes), with load_keys, add_products and total.
 #pragma once
 
 #include <bit>
@@ -89,6 +92,47 @@ Comparison compare_loop(const uint16_t* weight, const float* master, size_t coun
 }
 
 template <typename V>
+Digest digest_loop(const float* master, const uint32_t* keys, size_t count,
+                   Digest (*scalar)(const float*, const uint32_t*, size_t)) {
+  Digest result;
+  typename V::Sums sums{};
+  size_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) {
+    __builtin_prefetch(master + i + kPrefetchElements, 0, 2);
+    const auto high = V::load_wide(master + i);
+    if constexpr (requires { V::exact(high); }) {
+      if (V::exact(high)) {
+        sums = V::add_products(sums, V::exact_patterns(high), V::load_keys(keys + i));
+        continue;
+      }
+    }
+    typename V::Wide patterns;
+    const uint32_t inexact = V::round(high, patterns);
+    sums = V::add_products(sums, patterns, V::load_keys(keys + i));
+    if (inexact == 0) continue;
+    if (result.inexact == 0) result.first_inexact = static_cast<int64_t>(i) + std::countr_zero(inexact);
+    result.inexact += std::popcount(inexact);
+  }
+  const Digest rest = scalar(master + i, keys + i, count - i);
+  if (result.inexact == 0 && rest.inexact != 0) result.first_inexact = static_cast<int64_t>(i) + rest.first_inexact;
+  result.inexact += rest.inexact;
+  result.sum = V::total(sums) + rest.sum;
+  return result;
+}
+
+template <typename V>
+uint64_t digest_16_bit_loop(const uint16_t* patterns, const uint32_t* keys, size_t count,
+                            uint64_t (*scalar)(const uint16_t*, const uint32_t*, size_t)) {
+  typename V::Sums sums{};
+  size_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) {
+    __builtin_prefetch(patterns + i + kPrefetchElements, 0, 2);
+    sums = V::add_products(sums, V::extend(V::load_low(patterns + i)), V::load_keys(keys + i));
+  }
+  return V::total(sums) + scalar(patterns + i, keys + i, count - i);
+}
+
+template <typename V>
 void copy_loop(const void* source, void* target, size_t bytes, bool stream,
                void (*scalar)(const void*, void*, size_t, bool)) {
   const auto* from = static_cast<const char*>(source);
@@ -133,6 +177,15 @@ Kernels vector_kernels(const char* name) {
       },
       [](const uint16_t* weight, const float* master, size_t count) {
         return compare_loop<Fp16>(weight, master, count, scalar_kernels().compare_fp16);
+      },
+      [](const float* master, const uint32_t* keys, size_t count) {
+        return digest_loop<Bf16>(master, keys, count, scalar_kernels().digest_bf16);
+      },
+      [](const float* master, const uint32_t* keys, size_t count) {
+        return digest_loop<Fp16>(master, keys, count, scalar_kernels().digest_fp16);
+      },
+      [](const uint16_t* patterns, const uint32_t* keys, size_t count) {
+        return digest_16_bit_loop<Bf16>(patterns, keys, count, scalar_kernels().digest_16_bit);
       },
   };
 }

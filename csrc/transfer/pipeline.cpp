@@ -6,6 +6,7 @@
 #include <array>
 #include <chrono>
 #include <deque>
+#include <numeric>
 #include <stdexcept>
 
 #include "cpu/feed.h"
@@ -29,6 +30,8 @@ constexpr int kReturnSlots = 3;
 constexpr size_t kDepth = 4;
 // At or below this many chunks on the wire, waiting for a slot would let it run dry.
 constexpr size_t kStarving = 1;
+// Chunks given to the CPU's reading at a time: enough that no worker waits, few enough that both ends meet.
+constexpr size_t kReadDepth = 3;
 // A direct chunk is a copy command a piece; below this size the command costs more than the wire.
 constexpr int64_t kDirectPieceElements = 64 * 1024;
 // Pieces start where vectors may.
@@ -57,13 +60,6 @@ double seconds_between(cudaEvent_t start, cudaEvent_t end) {
   float milliseconds = 0;
   gpu::check(cudaEventElapsedTime(&milliseconds, start, end), "timing");
   return milliseconds / 1e3;
-}
-
-bool reached(cudaEvent_t event) {
-  const cudaError_t status = cudaEventQuery(event);
-  if (status == cudaErrorNotReady) return false;
-  gpu::check(status, "moving weights to the host");
-  return true;
 }
 
 }  // namespace
@@ -113,7 +109,7 @@ Pipeline::Pipeline(int device, std::vector<Row> rows, int64_t chunk_elements)
   cpu::Pool::instance().set_cores(cores_near(device_));
 
   std::vector<gpu::Segment> device_only, device_copies;
-  std::vector<int64_t> by_kind[kKinds][2];  // and by whether the host copy is pinned
+  std::vector<int64_t> by_kind[2][kKinds];  // [it may go direct]: those come last, where a comparison takes them
   for (size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
     if (row.count == 0) continue;
@@ -122,12 +118,13 @@ Pipeline::Pipeline(int device, std::vector<Row> rows, int64_t chunk_elements)
     // A copy that widens nothing is no part of packing, so it is made aside.
     if (row.device_copy != nullptr && (row.host_copy == nullptr || !widens(row.kind))) device_only.push_back(near);
     if (row.host_copy != nullptr) {
-      const bool pinned = is_pinned(row.host_copy, row.count * copy_bytes(row.kind));
-      by_kind[static_cast<int>(row.kind)][pinned].push_back(static_cast<int64_t>(i));
+      const bool may_go_direct = row.count >= std::min(kDirectPieceElements, chunk_elements_) &&
+                                 is_pinned(row.host_copy, row.count * copy_bytes(row.kind));
+      by_kind[may_go_direct][static_cast<int>(row.kind)].push_back(static_cast<int64_t>(i));
     }
   }
-  for (auto& kind : by_kind) {
-    for (const bool pinned : {false, true}) cut_into_chunks(kind[pinned], pinned);
+  for (const bool may_go_direct : {false, true}) {
+    for (const auto& rows_of_kind : by_kind[may_go_direct]) cut_into_chunks(rows_of_kind, may_go_direct);
   }
 
   resources_ = std::make_unique<Resources>(chunk_elements_ * 2, chunk_elements_ * 4, !chunks_.empty());
@@ -160,9 +157,6 @@ void Pipeline::cut_into_chunks(const std::vector<int64_t>& rows, bool pinned) {
   Chunk chunk{};
   const auto close = [&] {
     if (chunk.pieces == 0) return;
-    // Pinned, and of pieces large enough for a copy command each: then it need not be staged.
-    chunk.pinned = pinned && chunk.elements / static_cast<int64_t>(chunk.pieces) >=
-                                 std::min(kDirectPieceElements, chunk_elements_);
     chunks_.push_back(chunk);
     chunk = {};
   };
@@ -171,7 +165,7 @@ void Pipeline::cut_into_chunks(const std::vector<int64_t>& rows, bool pinned) {
     const int64_t capacity = row.kind == Kind::kCopy4Bytes ? chunk_elements_ / 2 : chunk_elements_;
     for (int64_t offset = 0; offset < row.count;) {
       if (chunk.extent >= capacity) close();
-      if (chunk.pieces == 0) chunk = {row.kind, pieces_.size(), 0, 0, 0, false};
+      if (chunk.pieces == 0) chunk = {row.kind, pieces_.size(), 0, 0, 0, pinned};
       const int64_t count = std::min(row.count - offset, capacity - chunk.extent);
       pieces_.push_back({index, offset, count, chunk.extent});
       ++chunk.pieces;
@@ -210,21 +204,46 @@ PackedChunk Pipeline::packed(const Chunk& chunk, const gpu::Segment* pieces) con
   return {pieces + chunk.first_piece, static_cast<int64_t>(chunk.pieces), chunk.extent, chunk.kind};
 }
 
-// One passage of all chunks. Whatever way it ends, its destructor leaves nothing in flight.
+Pipeline::ChunkList Pipeline::all_chunks() const {
+  ChunkList all(chunks_.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  return all;
+}
+
+void Pipeline::make_digests() {
+  std::vector<Digests::Piece> pieces;
+  pieces.reserve(pieces_.size());
+  for (const Piece& piece : pieces_) {
+    const Row& row = rows_[static_cast<size_t>(piece.row)];
+    pieces.push_back({row.kind, static_cast<const char*>(row.weight) + piece.offset * weight_bytes(row.kind),
+                      static_cast<const char*>(row.host_copy) + piece.offset * copy_bytes(row.kind), piece.count});
+  }
+  std::vector<size_t> first_pieces;
+  first_pieces.reserve(chunks_.size() + 1);
+  for (const Chunk& chunk : chunks_) first_pieces.push_back(chunk.first_piece);
+  first_pieces.push_back(pieces_.size());
+  digests_ = std::make_unique<Digests>(std::move(pieces), std::move(first_pieces));
+}
+
+// One passage of chunks. Whatever way it ends, its destructor leaves nothing in flight.
 class Pipeline::Flight {
  public:
   // `arrive(segments)` is the CPU's work on one block of an arrived chunk.
   using Arrive = std::function<void(size_t piece, int64_t offset, const cpu::Segment&)>;
 
-  // With `judged` (a device result for each piece) masters are compared and nothing is written: chunks then also travel
-  // the other way, as FP32 to the GPU. Both directions of the wire work at once, and neither waits for the CPU alone.
-  Flight(Pipeline& pipeline, Comparison* judged, Arrive arrive)
-      : pipeline_(pipeline), r_(*pipeline.resources_), judged_(judged), arrive_(std::move(arrive)) {
-    const int returning = judged_ == nullptr ? 0 : kReturnSlots;
-    for (int i = 0; i < kHostSlots; ++i) free_host_.push_back(i);
-    for (int i = 0; i < kDeviceSlots - returning; ++i) free_device_.push_back(i);
-    for (int i = kDeviceSlots - returning; i < kDeviceSlots; ++i) free_return_.push_back(i);
-  }
+  // Writes all chunks.
+  Flight(Pipeline& pipeline, Arrive arrive)
+      : Flight(pipeline, pipeline.all_chunks(), nullptr, nullptr, std::move(arrive)) {}
+
+  // Compares chunks and writes nothing. They also travel the other way, from the back of the list, as FP32 to the GPU,
+  // where `judged` has a result for each piece. Both directions of the wire work at once, and neither waits for the CPU
+  // alone.
+  Flight(Pipeline& pipeline, ChunkList chunks, Comparison* judged, Arrive arrive)
+      : Flight(pipeline, std::move(chunks), judged, nullptr, std::move(arrive)) {}
+
+  // Compares all chunks by their digests, which have been started; the GPU judges those that travel to it, likewise.
+  Flight(Pipeline& pipeline, Comparison* judged, Digests& digests)
+      : Flight(pipeline, pipeline.all_chunks(), judged, &digests, nullptr) {}
 
   ~Flight() {
     feed_.reset();  // the CPU lets go of the slots before the streams are asked
@@ -235,16 +254,17 @@ class Pipeline::Flight {
 
   bool fly(const std::function<bool()>& interrupted, Stats& stats) {
     auto asked = Clock::now();
-    size_t next = 0;
-    while (next < pipeline_.chunks_.size() || !moving_.empty() || !widenings_.empty() || !returning_.empty()) {
+    // The chunks not yet taken: the CPU's are taken from the front, the GPU's from the back.
+    size_t next = 0, end = chunks_.size();
+    while (next < end || !moving_.empty() || !widenings_.empty() || !returning_.empty()) {
       bool progress = land();
       progress |= collect();
-      if (next < pipeline_.chunks_.size() && send(pipeline_.chunks_[next], stats)) {
+      if (next < end && (digests_ == nullptr ? send(chunk_at(next), stats) : read(chunks_[next]))) {
         ++next;
         progress = true;
       }
-      if (next < pipeline_.chunks_.size() && bring_back(pipeline_.chunks_[next])) {
-        ++next;
+      if (next < end && bring_back(chunk_at(end - 1), stats)) {
+        --end;
         progress = true;
       }
       const auto now = Clock::now();
@@ -258,20 +278,44 @@ class Pipeline::Flight {
   }
 
  private:
+  Flight(Pipeline& pipeline, ChunkList chunks, Comparison* judged, Digests* digests, Arrive arrive)
+      : pipeline_(pipeline),
+        r_(*pipeline.resources_),
+        chunks_(std::move(chunks)),
+        judged_(judged),
+        digests_(digests),
+        arrive_(std::move(arrive)) {
+    if (!chunks_.empty()) {
+      const cpu::Use use = digests_ == nullptr ? cpu::Use::kConverting : cpu::Use::kReading;
+      feed_ = std::make_unique<cpu::Feed>(chunks_.size(), use);
+    }
+    const int returning = judged_ == nullptr ? 0 : kReturnSlots;
+    for (int i = 0; i < kHostSlots; ++i) free_host_.push_back(i);
+    for (int i = 0; i < kDeviceSlots - returning; ++i) free_device_.push_back(i);
+    for (int i = kDeviceSlots - returning; i < kDeviceSlots; ++i) free_return_.push_back(i);
+  }
+
   struct Moving {
     const Chunk* chunk;
     int device_slot;
     int host_slot;  // -1: direct
   };
+  // The CPU's work on a chunk: widening, comparing or reading.
   struct Widening {
     const cpu::Feed::Job* job;
-    int host_slot;
+    int host_slot;  // -1: it reads copies alone
   };
+
+  const Chunk& chunk_at(size_t place) const { return pipeline_.chunks_[chunks_[place]]; }
+
+  bool has_moved(int device_slot) const {
+    return r_.moved[static_cast<size_t>(device_slot)]->reached("moving a chunk");
+  }
 
   // Chunks that have crossed the wire go to the CPU.
   bool land() {
     bool any = false;
-    while (!moving_.empty() && reached(*r_.moved[static_cast<size_t>(moving_.front().device_slot)])) {
+    while (!moving_.empty() && has_moved(moving_.front().device_slot)) {
       const Moving moved = moving_.front();
       moving_.pop_front();
       free_device_.push_back(moved.device_slot);
@@ -284,7 +328,7 @@ class Pipeline::Flight {
   // Slots that the CPU or the comparison on the GPU is done with are free again.
   bool collect() {
     bool any = false;
-    while (!returning_.empty() && reached(*r_.moved[static_cast<size_t>(returning_.front())])) {
+    while (!returning_.empty() && has_moved(returning_.front())) {
       free_return_.push_back(returning_.front());
       returning_.pop_front();
       any = true;
@@ -294,7 +338,7 @@ class Pipeline::Flight {
         ++i;
         continue;
       }
-      free_host_.push_back(widenings_[i].host_slot);
+      if (widenings_[i].host_slot >= 0) free_host_.push_back(widenings_[i].host_slot);
       widenings_.erase(widenings_.begin() + static_cast<std::ptrdiff_t>(i));
       any = true;
     }
@@ -316,7 +360,15 @@ class Pipeline::Flight {
     return true;
   }
 
-  bool bring_back(const Chunk& chunk) {
+  bool read(size_t chunk) {
+    if (widenings_.size() >= kReadDepth || !digests_->ready(chunk)) return false;
+    const cpu::Feed::Job& job = feed_->publish(
+        digests_->blocks(chunk), [digests = digests_, chunk](int64_t block) { digests->read(chunk, block); });
+    widenings_.push_back({&job, -1});
+    return true;
+  }
+
+  bool bring_back(const Chunk& chunk, Stats& stats) {
     if (judged_ == nullptr || !chunk.pinned || free_return_.empty()) return false;
     const int slot = free_return_.front();
     free_return_.pop_front();
@@ -336,6 +388,7 @@ class Pipeline::Flight {
     compare_slot(pipeline_.packed(chunk, device_pieces()), r_.device_slot(slot), judged_ + chunk.first_piece, r_.judge);
     gpu::check(cudaEventRecord(*r_.moved[static_cast<size_t>(slot)], r_.judge), "comparing a chunk");
     returning_.push_back(slot);
+    stats.returned_elements += chunk.elements;
     return true;
   }
 
@@ -419,10 +472,11 @@ class Pipeline::Flight {
 
   Pipeline& pipeline_;
   Resources& r_;
-  Comparison* const judged_;
+  const ChunkList chunks_;
+  Comparison* const judged_;  // null: chunks are written
+  Digests* const digests_;    // null: chunks cross the wire
   const Arrive arrive_;
-  std::unique_ptr<cpu::Feed> feed_{pipeline_.chunks_.empty() ? nullptr
-                                                             : std::make_unique<cpu::Feed>(pipeline_.chunks_.size())};
+  std::unique_ptr<cpu::Feed> feed_;
   std::deque<int> free_host_, free_device_, free_return_;
   size_t turn_ = 0;
   std::deque<Moving> moving_;
@@ -438,9 +492,8 @@ bool Pipeline::run(cudaStream_t stream, const std::function<bool()>& interrupted
   begin(stream);
   {
     constexpr int64_t kStreamedElements = 4096;
-    Flight flight(*this, nullptr, [](size_t, int64_t, const cpu::Segment& run) {
-      cpu::widen_piece(run, run.count >= kStreamedElements);
-    });
+    Flight flight(
+        *this, [](size_t, int64_t, const cpu::Segment& run) { cpu::widen_piece(run, run.count >= kStreamedElements); });
     gpu::widen(r.device_only, r.aside);
     if (!flight.fly(interrupted, stats)) return false;
     gpu::check(cudaEventRecord(r.pack_done, r.pack), "finishing");
@@ -456,7 +509,7 @@ bool Pipeline::run(cudaStream_t stream, const std::function<bool()>& interrupted
 }
 
 bool Pipeline::compare(cudaStream_t stream, const std::function<bool()>& interrupted,
-                       std::vector<RowComparison>& results) {
+                       std::vector<RowComparison>& results, ComparisonStats& stats) {
   const std::lock_guard lock(mutex_);
   const gpu::DeviceGuard guard(device_);
   Resources& r = *resources_;
@@ -466,20 +519,43 @@ bool Pipeline::compare(cudaStream_t stream, const std::function<bool()>& interru
   auto* device_results = reinterpret_cast<Comparison*>(r.results->data());
   gpu::clear_results(device_results, static_cast<int64_t>(found.size()), r.aside);
   gpu::check(cudaStreamSynchronize(r.aside), "clearing the results");
+  if (digests_ == nullptr) make_digests();
   begin(stream);
+  Stats moved;
   {
-    std::mutex merging;
-    Flight flight(*this, device_results + near_count, [&](size_t piece, int64_t offset, const cpu::Segment& run) {
-      const Comparison part = cpu::compare_piece(run);
-      if (part.exact_differences == 0) return;
-      const std::lock_guard merge_lock(merging);
-      cpu::merge(results[static_cast<size_t>(pieces_[piece].row)].host, part, pieces_[piece].offset + offset);
-    });
+    Flight flight(*this, device_results + near_count, *digests_);
+    digests_->start(r.pack, r.wires[0]);
+    // The digests come first: the CPU waits for them.
+    gpu::check(cudaEventRecord(r.pack_done, r.pack), "ordering the comparison");
+    gpu::check(cudaStreamWaitEvent(r.aside, r.pack_done, 0), "ordering the comparison");
     gpu::compare(r.device_copies, device_results, r.aside);
-    Stats ignored;
-    if (!flight.fly(interrupted, ignored)) return false;
+    if (!flight.fly(interrupted, moved)) return false;
     gpu::check(cudaStreamSynchronize(r.judge), "comparing");
     gpu::check(cudaStreamSynchronize(r.aside), "comparing");
+  }
+  const auto add = [&](size_t piece, const Comparison& part, int64_t offset) {
+    cpu::merge(results[static_cast<size_t>(pieces_[piece].row)].host, part, pieces_[piece].offset + offset);
+  };
+  ChunkList doubtful;
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    const Chunk& chunk = chunks_[i];
+    if (digests_->doubtful(i)) {
+      doubtful.push_back(i);
+    } else {
+      for (size_t k = 0; k < chunk.pieces; ++k) add(chunk.first_piece + k, digests_->found(chunk.first_piece + k), 0);
+    }
+  }
+  if (!doubtful.empty()) {
+    std::mutex merging;
+    Flight flight(*this, std::move(doubtful), device_results + near_count,
+                  [&](size_t piece, int64_t offset, const cpu::Segment& run) {
+                    const Comparison part = cpu::compare_piece(run);
+                    if (part.exact_differences == 0) return;
+                    const std::lock_guard merge_lock(merging);
+                    add(piece, part, offset);
+                  });
+    if (!flight.fly(interrupted, moved)) return false;
+    gpu::check(cudaStreamSynchronize(r.judge), "comparing");
   }
   gpu::check(cudaMemcpy(found.data(), device_results, found.size() * sizeof(Comparison), cudaMemcpyDeviceToHost),
              "fetching the results");
@@ -487,9 +563,11 @@ bool Pipeline::compare(cudaStream_t stream, const std::function<bool()>& interru
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].device_copy != nullptr && rows_[i].count != 0) results[i].device = found[next++];
   }
-  for (size_t i = 0; i < pieces_.size(); ++i) {
-    cpu::merge(results[static_cast<size_t>(pieces_[i].row)].host, found[near_count + i], pieces_[i].offset);
-  }
+  for (size_t i = 0; i < pieces_.size(); ++i) add(i, found[near_count + i], 0);
+  stats.returned_elements = moved.returned_elements;
+  stats.staged_elements = moved.staged_elements;
+  stats.digested_elements = -moved.returned_elements - moved.staged_elements;
+  for (const Chunk& chunk : chunks_) stats.digested_elements += chunk.elements;
   return true;
 }
 

@@ -9,6 +9,11 @@
 // the CPU; then the next chunk goes direct. So the rate is never below FP32 over the wire, and the mix finds itself.
 // Two kinds of chunk are always staged: those with pageable host copies, and those of tensors so small that a copy
 // command each would cost more than the wire.
+//
+// A comparison moves less still. CPU threads read the host copies, from the front of the list, and hold their digests
+// against those that the GPU makes of its weights (digests.h); at the same time the copy engine brings pinned copies to
+// the GPU, from the back, to be compared there: both until they meet. What the digests leave in doubt is compared
+// element by element afterwards, staged or brought back.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +24,7 @@
 
 #include "common/rows.h"
 #include "gpu/convert.h"
+#include "transfer/digests.h"
 #include "transfer/pack.h"
 #include "transfer/staging.h"
 
@@ -40,6 +46,14 @@ struct Stats {
   int64_t staged_wire_bytes = 0;
   int64_t direct_elements = 0;
   int64_t direct_wire_bytes = 0;
+  int64_t returned_elements = 0;  // brought back, by a comparison
+};
+
+// Which way a comparison went: each element of a host copy counts once.
+struct ComparisonStats {
+  int64_t digested_elements = 0;  // read by the CPU, which needed no weight for them
+  int64_t returned_elements = 0;  // compared by the GPU
+  int64_t staged_elements = 0;    // compared by the CPU with weights that crossed the wire
 };
 
 struct RowComparison {
@@ -56,8 +70,9 @@ class Pipeline {
   // Writes every copy, after what `stream` holds now. `interrupted` is asked now and then; when it says yes the run
   // stops with nothing left in flight and the result is false.
   bool run(cudaStream_t stream, const std::function<bool()>& interrupted, Stats& stats);
-  // Compares every copy with its weight.
-  bool compare(cudaStream_t stream, const std::function<bool()>& interrupted, std::vector<RowComparison>& results);
+  // Compares every copy with its weight. The first call makes what digests need.
+  bool compare(cudaStream_t stream, const std::function<bool()>& interrupted, std::vector<RowComparison>& results,
+               ComparisonStats& stats);
   // Bytes a second from the GPU into a pinned slot, measured when the pipeline was made.
   double wire_bandwidth() const { return wire_bandwidth_; }
 
@@ -74,9 +89,14 @@ class Pipeline {
     size_t pieces;
     int64_t elements;  // of its pieces
     int64_t extent;    // of the slot, gaps included
-    bool pinned;       // every host copy is pinned and no piece too small: it may go direct
+    bool pinned;       // every host copy is pinned and no tensor too small: it may go direct
   };
+  // Indices of chunks.
+  using ChunkList = std::vector<size_t>;
   class Flight;
+
+  ChunkList all_chunks() const;
+  void make_digests();
 
   void cut_into_chunks(const std::vector<int64_t>& rows, bool pinned);
   void measure_wire();
@@ -94,6 +114,7 @@ class Pipeline {
   // In the order of construction: later ones use earlier ones.
   struct Resources;
   std::unique_ptr<Resources> resources_;
+  std::unique_ptr<Digests> digests_;  // from the first comparison on
   double wire_bandwidth_ = 0;
 };
 

@@ -42,17 +42,22 @@ py::dict run(transfer::Pipeline& pipeline, uintptr_t stream) {
   return result;
 }
 
-py::list compare(transfer::Pipeline& pipeline, uintptr_t stream) {
+py::tuple compare(transfer::Pipeline& pipeline, uintptr_t stream) {
   std::vector<transfer::RowComparison> results;
+  transfer::ComparisonStats stats;
   bool finished = false;
   {
     const py::gil_scoped_release release;
-    finished = pipeline.compare(gpu::stream_of(stream), signal_raised, results);
+    finished = pipeline.compare(gpu::stream_of(stream), signal_raised, results, stats);
   }
   if (!finished) throw py::error_already_set();
   py::list list;
   for (const auto& result : results) list.append(py::make_tuple(to_python(result.device), to_python(result.host)));
-  return list;
+  py::dict ways;
+  ways["digested_elements"] = stats.digested_elements;
+  ways["returned_elements"] = stats.returned_elements;
+  ways["staged_elements"] = stats.staged_elements;
+  return py::make_tuple(list, ways);
 }
 
 }  // namespace

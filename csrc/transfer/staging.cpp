@@ -48,4 +48,11 @@ Event::~Event() {
   if (getpid() == owner_) (void)cudaEventDestroy(event_);
 }
 
+bool Event::reached(const char* what) const {
+  const cudaError_t status = cudaEventQuery(event_);
+  if (status == cudaErrorNotReady) return false;
+  gpu::check(status, what);
+  return true;
+}
+
 }  // namespace megasetup::transfer

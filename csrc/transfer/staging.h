@@ -58,6 +58,8 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   operator cudaEvent_t() const { return event_; }  // NOLINT: it is one
+  // Whether all work before it is done. Throws what that work failed of; `what` says what it was.
+  bool reached(const char* what) const;
 
  private:
   cudaEvent_t event_ = nullptr;

@@ -90,19 +90,25 @@ def native_status() -> NativeStatus:
     return NativeStatus(True, not problem, module.cpu.instruction_set(), module.gpu_architectures, problem)
 
 
-def set_num_threads(threads: int) -> None:
-    """Set how many worker threads convert weights on the CPU.
+def set_num_threads(threads: int | None) -> None:
+    """Set how many worker threads convert weights on the CPU, and how many read copies in an audit.
 
     Args:
-        threads: at least 1. The default is min(8, cores this process may use / local ranks), or MEGASETUP_NUM_THREADS.
+        threads: at least 1, for both; None for the default, which is MEGASETUP_NUM_THREADS for both, or without it
+            min(8, share) for converting, where share is the cores this process may use / local ranks, and for reading
+            up to twice as many, but less than share: a core that only reads spends its time waiting.
 
     Raises:
         ValueError: threads is below 1.
     """
-    if threads < 1:
+    if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}: at least 1 worker thread is needed")
     module = load()
-    if module is not None:
+    if module is None:
+        return
+    if threads is None:
+        module.cpu.use_default_threads()
+    else:
         module.cpu.set_num_threads(threads)
 
 
@@ -110,3 +116,9 @@ def get_num_threads() -> int:
     """How many worker threads convert weights on the CPU (torch's own count without the compiled module)."""
     module = load()
     return int(module.cpu.num_threads()) if module is not None else torch.get_num_threads()
+
+
+def get_num_reading_threads() -> int:
+    """How many worker threads read copies in an audit of GPU weights (torch's own count without the module)."""
+    module = load()
+    return int(module.cpu.num_reading_threads()) if module is not None else torch.get_num_threads()

@@ -18,8 +18,10 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "common/digest.h"
 #include "common/floats.h"
 #include "cpu/feed.h"
 #include "cpu/host_memory.h"
@@ -254,6 +256,100 @@ void test_compare(const Kernels& under_test) {
   check(same(result, {3, 2, 2, 2}), std::string(under_test.name) + ": NaN equals NaN, zeros differ by sign");
 }
 
+bool same(const Digest& a, const Digest& b) {
+  return a.sum == b.sum && a.inexact == b.inexact && a.first_inexact == b.first_inexact;
+}
+
+void test_digest_keys() {
+  const uint32_t* keys = digest_keys();
+  check(reinterpret_cast<uintptr_t>(keys) % 64 == 0, "keys start where a cache line does");
+  std::vector<uint32_t> sorted(keys, keys + kDigestTile);
+  std::sort(sorted.begin(), sorted.end());
+  check(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(), "no key comes twice");
+  check(sorted.front() > 1u << 31, "no 16-bit number is a multiple of a key");
+  // By trial division, with every 32nd key: all of them would take seconds under the sanitizers.
+  bool prime = true;
+  for (int64_t i = 0; i < kDigestTile; i += 32) {
+    for (uint64_t divisor = 2; divisor * divisor <= keys[i]; ++divisor) prime &= keys[i] % divisor != 0;
+  }
+  check(prime, "keys are prime");
+}
+
+// Elements of all sorts: exact ones, ones that rounding changes, NaN and infinities.
+void fill_masters(Guarded& wide, size_t count, bool fp16, int inexact_in_16) {
+  for (size_t i = 0; i < count; ++i) {
+    const auto low = static_cast<uint16_t>(random_bits()());
+    uint32_t bits = fp16 ? fp16_to_fp32_bits(low) : bf16_to_fp32_bits(low);
+    if (static_cast<int>(random_bits()() % 16) < inexact_in_16) bits ^= random_bits()() & 0xfffu;
+    std::memcpy(wide.as<char>() + i * 4, &bits, 4);
+  }
+}
+
+void test_digest(const Kernels& under_test) {
+  const std::string name = under_test.name;
+  const Kernels& reference = scalar_kernels();
+  bool right = true, right_16 = true;
+  std::vector<size_t> lengths = awkward_lengths();
+  lengths.insert(lengths.end(), {4095, 4096});
+  for (const size_t count : lengths) {
+    for (size_t offset = 0; offset < 64; ++offset) {
+      Guarded wide(count * 4, offset);
+      for (const bool fp16 : {false, true}) {
+        const auto digest = fp16 ? under_test.digest_fp16 : under_test.digest_bf16;
+        const auto expected = fp16 ? reference.digest_fp16 : reference.digest_bf16;
+        for (const int inexact_in_16 : {0, 1, 16}) {
+          if (inexact_in_16 == 1 && offset % 8 != 3) continue;
+          fill_masters(wide, count, fp16, inexact_in_16);
+          right &=
+              same(digest(wide.as<float>(), digest_keys(), count), expected(wide.as<float>(), digest_keys(), count));
+        }
+      }
+      right_16 &= under_test.digest_16_bit(wide.as<uint16_t>(), digest_keys(), 2 * count < 4096 ? 2 * count : count) ==
+                  reference.digest_16_bit(wide.as<uint16_t>(), digest_keys(), 2 * count < 4096 ? 2 * count : count);
+    }
+  }
+  check(right, name + " digests as scalar does, any length at any alignment");
+  check(right_16, name + " digests 16-bit patterns as scalar does");
+
+  // A master that rounds to its weight has its digest, and the count of what rounding changed is compare's; a NaN of
+  // another payload may or may not.
+  bool consistent = true;
+  for (const bool fp16 : {false, true}) {
+    const auto narrow = fp16 ? reference.narrow_fp16 : reference.narrow_bf16;
+    const auto compare = fp16 ? reference.compare_fp16 : reference.compare_bf16;
+    const auto digest = fp16 ? under_test.digest_fp16 : under_test.digest_bf16;
+    const auto widen = fp16 ? reference.widen_fp16 : reference.widen_bf16;
+    for (const size_t count : {1u, 33u, 4095u, 4096u}) {
+      Guarded wide(count * 4, 0), low(count * 2, 2);
+      wide.fill_random();
+      narrow(wide.as<float>(), low.as<uint16_t>(), count);
+      for (size_t i = 0; i < count; ++i) {
+        if (low.as<uint16_t>()[i] % 3 == 0) widen(low.as<uint16_t>() + i, wide.as<float>() + i, 1, false);
+      }
+      const Digest found = digest(wide.as<float>(), digest_keys(), count);
+      const Comparison compared = compare(low.as<uint16_t>(), wide.as<float>(), count);
+      consistent &= compared.rounded_differences == 0 && found.inexact == compared.exact_differences &&
+                    found.first_inexact == compared.first_exact &&
+                    found.sum == under_test.digest_16_bit(low.as<uint16_t>(), digest_keys(), count);
+    }
+  }
+  check(consistent, name + ": a consistent master has its weight's digest, and compare's count and first index");
+
+  // Infinity, and NaNs whose payload rounding would cut off or keep; a signalling one that is exact stays as it is.
+  const std::array<uint32_t, 5> bits{0x7f800000u, 0x7f800001u, 0x7f810000u, 0xffc00001u, 0x3f800001u};
+  const std::array<uint16_t, 5> patterns{0x7f80, 0x7fc0, 0x7f81, 0xffc0, 0x3f80};
+  std::array<float, 80> master{};
+  std::array<uint16_t, 80> expected{};
+  for (size_t i = 0; i < bits.size(); ++i) {
+    std::memcpy(&master[3 + 7 * i], &bits[i], 4);
+    expected[3 + 7 * i] = patterns[i];
+  }
+  const Digest found = under_test.digest_bf16(master.data(), digest_keys(), master.size());
+  uint64_t sum = 0;
+  for (size_t i = 0; i < expected.size(); ++i) sum += static_cast<uint64_t>(digest_keys()[i]) * expected[i];
+  check(same(found, {sum, 1, 31}), name + ": the patterns of NaNs, which are not inexact");
+}
+
 // Thousands of small segments, empty ones between, next to a large one.
 struct Workload {
   explicit Workload(Kind kind, int64_t large = 300'001) {
@@ -364,6 +460,11 @@ void test_pool_resized_while_busy() {
   check(refused, "no threads at all are refused");
   pool.set_num_threads(3);
   check(pool.num_threads() == 3, "num_threads gives what was set");
+  check(pool.num_threads(Use::kReading) == 3, "to reading too");
+  pool.use_default_threads();
+  check(pool.num_threads(Use::kReading) >= pool.num_threads(), "by default reading has no fewer threads");
+  check(pool.num_threads(Use::kReading) <= 2 * pool.num_threads(), "and at most twice as many");
+  pool.set_num_threads(3);
 }
 
 void test_pool_cancel() {
@@ -426,6 +527,13 @@ void test_feed() {
   {
     const Feed empty(0);
   }
+  std::atomic<int> read{0};
+  {
+    Feed feed(1, Use::kReading);
+    const Feed::Job& job = feed.publish(50, [&](int64_t) { ++read; });
+    while (!job.done()) sched_yield();
+  }
+  check(read == 50, "a feed for reading runs every block");
 
   // Two feeds at once: the second gets its workers when the first lets them go.
   std::atomic<int> done{0};
@@ -549,6 +657,7 @@ void test_host_memory_fork() {
 
 int main(int argc, char** argv) {
   test_scalar_values();
+  test_digest_keys();
   for (const std::string& name : kernel_names()) {
     set_kernels(name);
     check(kernels().name == name, "kernels " + name + " are in use");
@@ -556,6 +665,7 @@ int main(int argc, char** argv) {
     test_narrow(kernels());
     test_lengths_and_alignments(kernels());
     test_compare(kernels());
+    test_digest(kernels());
     test_parallel();
   }
   set_kernels(kernel_names().front());

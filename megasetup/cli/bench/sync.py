@@ -116,14 +116,19 @@ def _wire_limits(wire: Wire) -> dict[str, Any]:
 class _Ours:
     """Timed runs of one plan with one number of CPU threads."""
 
-    def __init__(self, plan: SyncPlan, threads: int, device: torch.device) -> None:
+    def __init__(self, plan: SyncPlan, threads: int | None, device: torch.device) -> None:
         self._plan, self._device = plan, device
-        self.threads = threads
+        self._setting = threads
+        self.use_threads()
+        self.threads = kernels.get_num_threads()
         self.seconds: list[float] = []
         self._reports: list[dict[str, Any]] = []
 
+    def use_threads(self) -> None:
+        kernels.set_num_threads(self._setting)
+
     def run(self) -> None:
-        kernels.set_num_threads(self.threads)
+        self.use_threads()
         seconds, report = seconds_of(self._plan.run, self._device)
         self.seconds.append(seconds)
         self._reports.append(report.to_dict())
@@ -145,7 +150,6 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
     device, mode = options.device, workload.buffers.mode
     levels, elements = options.levels_of(mode), workload.shapes.parameters
     label = f"{workload.shapes.name}, {mode}"
-    default_threads = kernels.get_num_threads()
     progress.next(f"{label}: planning")
     copies = workload.copies(levels)
     planning_seconds, plan = seconds_of(lambda: SyncPlan.from_copies(copies), device)
@@ -153,7 +157,7 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
     first_seconds, _ = seconds_of(plan.run, device)
 
     baseline: list[dict[Level, float]] = []
-    ours = [_Ours(plan, threads, device) for threads in options.threads or [default_threads]]
+    ours = [_Ours(plan, threads, device) for threads in options.threads or [None]]
     wrong: dict[str, list[str]] = {}
     try:
         for repeat in range(max(options.repeat, options.baseline_repeat)):
@@ -170,14 +174,15 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
                 if repeat == options.repeat - 1:
                     wrong[f"plan, {way.threads} threads"] = workload.wrong(levels)
         # The audit is held against the first way, with that way's threads.
-        kernels.set_num_threads(ours[0].threads)
+        ours[0].use_threads()
         progress.next(f"{label}: audit")
         plan.run()
+        reading_threads = kernels.get_num_reading_threads()
         audits = [seconds_of(lambda: audit_plan(plan), device) for _ in range(options.repeat)]
         progress.next(f"{label}: level 1 alone")
         level_1 = _level_1_alone(workload, options, limits, wrong) if 1 in levels else None
     finally:
-        kernels.set_num_threads(default_threads)
+        kernels.set_num_threads(None)
 
     totals = [sum(run.values()) for run in baseline]
     per_tensor_seconds = statistics.median(totals) if totals else None
@@ -196,7 +201,7 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
         "planning_seconds": planning_seconds,
         "first_run_seconds": first_seconds,
         "plan": ours_found,
-        "audit": {**audit, "ok": audits[-1][1].ok},
+        "audit": {**audit, "reading_threads": reading_threads, "ok": audits[-1][1].ok},
         "level_1_alone": level_1,
         "wrong": wrong,
         "verified": not any(wrong.values()),
