@@ -68,7 +68,7 @@ class ComparisonStats:
     Attributes:
         digested_elements: read by CPU threads and held against the GPU's digests: no weight crossed the wire for them.
         returned_elements: brought to the GPU by the copy engine and compared there.
-        staged_elements: compared by the CPU with weights that crossed the wire, because their digests left them in doubt.
+        staged_elements: compared by the CPU with weights that crossed the wire: their digests left them in doubt.
     """
 
     digested_elements: int

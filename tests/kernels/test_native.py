@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -107,17 +108,40 @@ def test_too_few_threads_are_refused(threads: int) -> None:
 
 
 def test_set_num_threads_sets_how_many_there_are() -> None:
-    before = kernels.get_num_threads()
     source, target = torch.ones(1_000_000, dtype=torch.bfloat16), torch.empty(1_000_000)
 
     def tasks(threads: int) -> int:
         kernels.set_num_threads(threads)
         kernels.widen([source], [target])
-        assert kernels.get_num_threads() == threads
+        assert kernels.get_num_threads() == kernels.get_num_reading_threads() == threads
         return len(os.listdir("/proc/self/task"))
 
     try:
         one = tasks(1)
         assert [tasks(threads) - one for threads in (4, 2, 7, 1)] == [3, 1, 6, 0]
     finally:
-        kernels.set_num_threads(before)
+        kernels.set_num_threads(None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "setting", "expected"),
+    [
+        ("1", "", lambda cores: (min(8, cores), max(min(8, cores), min(16, cores - 1)))),
+        ("1000000", "", lambda cores: (1, 1)),
+        ("1", "5", lambda cores: (5, 5)),
+    ],
+)
+def test_default_threads_for_converting_and_reading(
+    ranks: str, setting: str, expected: Callable[[int], tuple[int, int]]
+) -> None:
+    code = (
+        "from megasetup import kernels\n"
+        "counts = kernels.get_num_threads(), kernels.get_num_reading_threads()\n"
+        "kernels.set_num_threads(3)\n"
+        "assert (kernels.get_num_threads(), kernels.get_num_reading_threads()) == (3, 3)\n"
+        "kernels.set_num_threads(None)\n"
+        "assert counts == (kernels.get_num_threads(), kernels.get_num_reading_threads())\n"
+        "print(*counts)"
+    )
+    found = python(code, LOCAL_WORLD_SIZE=ranks, MEGASETUP_NUM_THREADS=setting)
+    assert tuple(map(int, found.split())) == expected(len(os.sched_getaffinity(0)))

@@ -30,10 +30,9 @@ def _native_gpu_half() -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    before = kernels.get_num_threads()
     kernels.set_num_threads(1)
     yield
-    kernels.set_num_threads(before)
+    kernels.set_num_threads(None)
 
 
 def host_elements(jobs: list[CopyJob]) -> int:

@@ -85,6 +85,48 @@ def test_counts_and_first_indices() -> None:
     ]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("elements", [100, 5_000_011])
+def test_counts_and_first_indices_of_gpu_weights(elements: int, pinned: bool) -> None:
+    """Level 1 on the GPU and clones on the host, short ones and ones of several chunks."""
+    weights, shards, clones = [], [], []
+    for index in range(3):
+        weights.append(torch.randn(elements, device="cuda").clamp_(0.5, 100.0).to(torch.bfloat16))
+        shards.append(weights[-1].float())
+        clones.append(torch.empty(elements, pin_memory=pinned).copy_(weights[-1]))
+        if index >= 1:  # consistent, and so is the third, but for what follows
+            for copy in (shards[-1], clones[-1]):
+                copy.view(torch.int32)[7::13] += 5
+    last = elements - 1
+    clones[2][[20, last]] += 1000.0
+    shards[2][11] = -1.0
+    entries = [
+        WeightCopies(f"w{index}", weight, ((1, shard), (2, clone)))
+        for index, (weight, shard, clone) in enumerate(zip(weights, shards, clones, strict=True))
+    ]
+    plan = SyncPlan.from_copies(entries)
+    before = bits(*shards, *clones)
+    for _ in range(2):
+        found = {
+            (copy.name, copy.level): (copy.state, copy.exact_differences, copy.rounded_differences, copy.first_index)
+            for copy in audit_plan(plan).copies
+        }
+        moved = len(range(7, elements, 13))
+        # 20 is one of those that moved; 11 and the last are not.
+        assert found == {
+            ("w0", 1): ("exact", 0, 0, -1),
+            ("w0", 2): ("exact", 0, 0, -1),
+            ("w1", 1): ("consistent", moved, 0, 7),
+            ("w1", 2): ("consistent", moved, 0, 7),
+            ("w2", 1): ("stale", moved + 1, 1, 11),
+            ("w2", 2): ("stale", moved + 1, 2, 20),
+        }
+    assert bits(*shards, *clones) == before
+    plan.run()
+    assert all(copy.state == "exact" for copy in audit_plan(plan).copies)
+
+
 def test_the_one_broken_clone_is_named() -> None:
     model = Block()
     optimizer = distributed_over([model], span=lambda name, p: (5, p.numel()))

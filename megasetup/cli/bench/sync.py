@@ -157,7 +157,8 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
     first_seconds, _ = seconds_of(plan.run, device)
 
     baseline: list[dict[Level, float]] = []
-    ours = [_Ours(plan, threads, device) for threads in options.threads or [None]]
+    settings: Sequence[int | None] = options.threads or [None]
+    ours = [_Ours(plan, threads, device) for threads in settings]
     wrong: dict[str, list[str]] = {}
     try:
         for repeat in range(max(options.repeat, options.baseline_repeat)):

@@ -64,7 +64,11 @@ def _show_details(result: dict[str, Any], console: Console) -> None:
             f"widened by the CPU; {report['direct_elements'] / crossed:.0%} as FP32",
         )
     audit = result["audit"]
-    rows.add_row("audit", f"{duration(audit['median_seconds'])}, {percent(audit['share_of_sync_time'])} of the sync")
+    rows.add_row(
+        "audit",
+        f"{duration(audit['median_seconds'])}, {percent(audit['share_of_sync_time'])} of the sync; "
+        f"{audit['reading_threads']} CPU threads read",
+    )
     alone = result["level_1_alone"]
     if alone is not None:
         share = alone["share_of_device_copy"]
