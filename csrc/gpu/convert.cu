@@ -196,10 +196,11 @@ void clear_results(Comparison* results, int64_t count, cudaStream_t stream) {
   check(cudaGetLastError(), "clearing the results");
 }
 
-void compare(const DeviceSegments& segments, Comparison* results, cudaStream_t stream) {
+void compare(const DeviceSegments& segments, Comparison* results, cudaStream_t stream, Room room) {
   if (segments.elements() == 0) return;
-  compare_kernel<<<grid_that_stays(segments.elements()), kThreads, 0, stream>>>(segments.data(), segments.size(),
-                                                                                segments.elements(), results);
+  const int blocks = room == Room::kAll ? kBlocksPerMultiprocessor : kBlocksInTheBackground;
+  compare_kernel<<<grid_that_stays(segments.elements(), blocks), kThreads, 0, stream>>>(
+      segments.data(), segments.size(), segments.elements(), results);
   check(cudaGetLastError(), "launching a comparison");
 }
 

@@ -17,6 +17,7 @@ constexpr int kVector =
     4;  // elements a thread moves at once: an 8-byte load and a 16-byte store reach the memory's limit
 constexpr int kTileElements = kThreads * kUnroll * kVector;
 constexpr int kBlocksPerMultiprocessor = 8;  // of those that stay
+constexpr int kBlocksInTheBackground = 2;    // of those that leave room for others
 // Segments start at multiples of this, with gaps between them where need be: so that a tile's edge inside a tensor
 // falls where vectors may start, whatever the lengths of the tensors before it.
 constexpr int64_t kSegmentAlignment = 8;
@@ -62,12 +63,12 @@ inline int64_t tiles_of(int64_t elements) { return (elements + kTileElements - 1
 // Blocks for a launch that writes, one a tile.
 inline unsigned grid_of_tiles(int64_t elements) { return static_cast<unsigned>(tiles_of(elements)); }
 
-// Blocks for a launch that counts: as many as the current device runs at once.
-inline unsigned grid_that_stays(int64_t elements) {
+// Blocks for a launch that counts: as many as the current device runs at once, or fewer for each multiprocessor.
+inline unsigned grid_that_stays(int64_t elements, int blocks_per_multiprocessor = kBlocksPerMultiprocessor) {
   int device = 0, multiprocessors = 0;
   check(cudaGetDevice(&device), "reading the current device");
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
-  const int64_t most = static_cast<int64_t>(multiprocessors) * kBlocksPerMultiprocessor;
+  const int64_t most = static_cast<int64_t>(multiprocessors) * blocks_per_multiprocessor;
   return static_cast<unsigned>(tiles_of(elements) < most ? tiles_of(elements) : most);
 }
 

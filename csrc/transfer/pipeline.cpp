@@ -528,7 +528,7 @@ bool Pipeline::compare(cudaStream_t stream, const std::function<bool()>& interru
     // The digests come first: the CPU waits for them.
     gpu::check(cudaEventRecord(r.pack_done, r.pack), "ordering the comparison");
     gpu::check(cudaStreamWaitEvent(r.aside, r.pack_done, 0), "ordering the comparison");
-    gpu::compare(r.device_copies, device_results, r.aside);
+    gpu::compare(r.device_copies, device_results, r.aside, chunks_.empty() ? gpu::Room::kAll : gpu::Room::kBackground);
     if (!flight.fly(interrupted, moved)) return false;
     gpu::check(cudaStreamSynchronize(r.judge), "comparing");
     gpu::check(cudaStreamSynchronize(r.aside), "comparing");

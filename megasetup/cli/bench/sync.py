@@ -178,7 +178,8 @@ def _measure_one(workload: Workload, options: Options, limits: dict[str, Any], p
         ours[0].use_threads()
         progress.next(f"{label}: audit")
         plan.run()
-        reading_threads = kernels.get_num_reading_threads()
+        on_gpu = device.type == "cuda"
+        reading_threads = kernels.get_num_reading_threads() if on_gpu else kernels.get_num_threads()
         audits = [seconds_of(lambda: audit_plan(plan), device) for _ in range(options.repeat)]
         progress.next(f"{label}: level 1 alone")
         level_1 = _level_1_alone(workload, options, limits, wrong) if 1 in levels else None
