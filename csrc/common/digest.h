@@ -4,7 +4,7 @@
 // pattern[i] over its patterns: below 2^60, so nothing wraps round. The GPU digests the weights; the CPU rounds each
 // copy to the weight's dtype and digests what comes out. What equal digests say is a matter of the keys, which are
 // 4,096 distinct primes of 32 bits:
-//   - A tile that differs in one element or in two never has the weight's digest. One: the difference of the sums is a
+//   - A tile that differs in one pattern or in two never has the weight's digest. One: the difference of the sums is a
 //     key times a number that is not zero. Two: a key would have to divide the other's difference (it cannot divide the
 //     other key), which has 16 bits.
 //   - For three or more, whatever they are, the last of them would need one certain key: for primes drawn at random
