@@ -41,8 +41,8 @@ class DeviceSegments {
 
 // Launch on the current device. The segments must live until the stream has run the launch.
 void widen(const DeviceSegments& segments, cudaStream_t stream);
-// One result a segment, in device memory, which the caller has cleared with `clear_results`. In the background it leaves
-// most of the GPU to launches that others wait for, and takes little longer.
+// One result a segment, in device memory, which the caller has cleared with `clear_results`. In the background it
+// leaves most of the GPU to launches that others wait for, and takes little longer.
 enum class Room { kAll, kBackground };
 void compare(const DeviceSegments& segments, Comparison* results, cudaStream_t stream, Room room = Room::kAll);
 void clear_results(Comparison* results, int64_t count, cudaStream_t stream);

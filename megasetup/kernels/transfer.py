@@ -158,9 +158,9 @@ class Transfer:
         """Compare every target with its weight, and write nothing.
 
         A healthy host target is read by the CPU alone and held against digests that the GPU makes of its weight, while
-        the copy engine brings other targets, pinned ones, to the GPU. Counts and indices are exact. Among 4,096 elements
-        of a 16-bit weight, one or two that differ are never missed; more of them with a probability below 2^-26
-        (docs/audit.md has the argument).
+        the copy engine brings other targets, pinned ones, to the GPU. Counts and indices are exact. Among 4,096
+        elements of a 16-bit weight, one or two that differ are never missed; more of them with a probability below
+        2^-26 (docs/audit.md has the argument).
 
         Returns:
             One JobComparison a job, in order.
