@@ -39,8 +39,8 @@ def unreplayable(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         yield "moe_router_load_balancing_type", balancing, "must be another one: its router does not replay"
     if settings.get("moe_router_fusion"):
         yield "moe_router_fusion", True, "must be false: the fused router does not replay"
-    if settings.get("moe_expert_capacity_factor") is not None:
-        capacity = settings["moe_expert_capacity_factor"]
+    capacity = settings.get("moe_expert_capacity_factor")
+    if capacity is not None and capacity >= 0:  # (to Megatron a negative one is none)
         yield "moe_expert_capacity_factor", capacity, "must be null: experts would drop replayed tokens"
     if settings.get("virtual_pipeline_model_parallel_size") not in (None, 1):
         stages = settings["virtual_pipeline_model_parallel_size"]
