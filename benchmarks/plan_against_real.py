@@ -239,8 +239,8 @@ def run_case(name: str, plan: RunPlan) -> tuple[dict[str, Any], bool]:
         )
     print(f"optimizer made in {figures['optimizer_made_seconds']:.2f} s")
     print(
-        f"pinned: planned {plan.heaviest.pinned / 1e9:.2f} GB, {STAGING_PINNED / 1e9:.2f} GB of it staging; held by the "
-        f"optimizer {figures['pinned_bytes'] / 1e9:.2f} GB; made by torch's allocator in all "
+        f"pinned: planned {plan.heaviest.pinned / 1e9:.2f} GB, {STAGING_PINNED / 1e9:.2f} GB of it staging; held by "
+        f"the optimizer {figures['pinned_bytes'] / 1e9:.2f} GB; made by torch's allocator in all "
         f"{figures['pinned_by_torch_bytes'] / 1e9:.2f} GB"
     )
     print(f"the process grew by {figures['process_grew_by_bytes'] / 1e9:.2f} GB")
