@@ -227,10 +227,11 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of tables.")] = False,
 ) -> None:
     """Say everything that is wrong with a config, and what a run with it will do. Needs no GPU."""
-    from megasetup.cli import check as this
+    from megasetup.cli.check import examine
+    from megasetup.cli.check_tables import show
     from megasetup.cli.console import stdout
 
-    found = this.examine(
+    found = examine(
         config,
         overrides or (),
         strict=strict,
@@ -241,7 +242,7 @@ def check(
     if as_json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        this.show(found, stdout())
+        show(found, stdout())
     if not found.ok:
         raise typer.Exit(1)
 

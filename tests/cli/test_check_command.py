@@ -10,6 +10,7 @@ from config_files import write_config
 from rich.console import Console
 
 from megasetup.cli import check as command
+from megasetup.cli.check_tables import show
 from megasetup.cli.differences import Difference, differences, plain
 
 
@@ -25,7 +26,7 @@ def _examine(path, *overrides, **options) -> command.Check:
 
 def _printed(check) -> str:
     console = Console(record=True, width=132)
-    command.show(check, console)
+    show(check, console)
     return console.export_text()
 
 

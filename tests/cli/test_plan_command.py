@@ -80,6 +80,14 @@ def test_stages_and_experts(tmp_path):
     assert "Pipeline stages, each by its heaviest rank" in printed
 
 
+def test_megatron_s_own_hybrid_optimizer_pins_more(tmp_path):
+    path = write_config(tmp_path)
+    ours = _run(path)[1]["heaviest_rank"]["pinned_bytes"]
+    theirs = _run(path, "policy.megatron_cfg.fast_hybrid_optimizer=false")[1]["heaviest_rank"]["pinned_bytes"]
+    # Its blocks are powers of two: the two fused gate-and-up weights alone take 16,384 elements for 12,288, twice.
+    assert theirs - ours >= 2 * 2 * (16_384 - 12_288) * 4
+
+
 def test_a_file_that_is_a_policy_itself(tmp_path):
     import yaml
 
