@@ -13,6 +13,7 @@ from typing import Any
 from megasetup.checkpoint.progress import tracked
 from megasetup.compat.bridge import import_bridge
 from megasetup.compat.hf_config import patch_hf_configs
+from megasetup.compat.local_layers import with_names_of_local_experts
 
 
 def open_model(
@@ -41,7 +42,7 @@ def open_model(
     auto_bridge = import_bridge().AutoBridge
     # A class of its own for each call: `shown` differs between ranks, and Bridge's class stays as it is.
     opened: Any = type(
-        "AutoBridge", (auto_bridge,), {"_model_bridge": property(partial(_with_our_progress, auto_bridge, shown))}
+        "AutoBridge", (auto_bridge,), {"_model_bridge": property(partial(_with_ours, auto_bridge, shown))}
     )
     try:
         return opened.from_hf_pretrained(name, trust_remote_code=trust_remote_code, **(overrides or {}))
@@ -54,10 +55,12 @@ def open_model(
         raise
 
 
-def _with_our_progress(auto_bridge: Any, shown: bool, opened: Any) -> Any:
+def _with_ours(auto_bridge: Any, shown: bool, opened: Any) -> Any:
     converter = auto_bridge._model_bridge.fget(opened)
     if hasattr(converter, "_with_progress_tracking"):
         converter._with_progress_tracking = _tracker(shown)
+    names = converter.mapping_registry
+    converter.mapping_registry = lambda: with_names_of_local_experts(names())
     return converter
 
 

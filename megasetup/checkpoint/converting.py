@@ -22,7 +22,14 @@ from megasetup.checkpoint.progress import bytes_below, watch
 from megasetup.checkpoint.settings import ALONE, changed
 from megasetup.checkpoint.worlds import parallel_state_of, uses_gpu
 from megasetup.compat.bridge import import_bridge
-from megasetup.compat.local_layers import fields_of_the_machine, local_layer_settings
+from megasetup.compat.local_layers import (
+    attention_of_any_head_size,
+    fields_of_the_machine,
+    layer_spec_of_any_machine,
+    local_layer_settings,
+    name_as_transformer_engine,
+    uses_local_layers,
+)
 from megasetup.compat.no_gpu import no_gpu
 from megasetup.compat.transformer_engine import is_installed
 from megasetup.compat.write_queue import plain_write_queue
@@ -79,10 +86,14 @@ def convert(conversion: Conversion, folder: Path, final: Path) -> None:
         provider = bridge.to_megatron_provider(load_weights=True)
         _override_specs(provider, conversion)
         local = not uses_gpu() or not is_installed()
+        # Local layers that the caller asks for are what the checkpoint is for; others only stand in.
+        stand_in = local and (conversion.transformer_layer_spec is None or not uses_local_layers(provider))
         settings = _sizes(conversion.sizes) | (local_layer_settings(provider) if local else {})
+        if stand_in:
+            provider.register_pre_wrap_hook(name_as_transformer_engine)
         with changed(provider, settings) as put_back, _explained(provider, local, conversion.sizes):
             provider.finalize()
-            with parallel_state_of(provider):
+            with parallel_state_of(provider), attention_of_any_head_size():
                 model = provider.provide_distributed_model(
                     wrap_with_ddp=False,
                     use_cpu_initialization=not uses_gpu(),
@@ -91,6 +102,8 @@ def convert(conversion: Conversion, folder: Path, final: Path) -> None:
                 saved = _save(model, folder, f"Writing {final}", quiet)
         if not quiet:
             put_back()
+            if stand_in and hasattr(provider, "transformer_layer_spec"):
+                provider.transformer_layer_spec = layer_spec_of_any_machine(provider.transformer_layer_spec)
             _write_run_config(saved, folder, final, fields_of_the_machine(provider) if local else [])
 
 

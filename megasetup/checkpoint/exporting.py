@@ -28,7 +28,12 @@ from megasetup.checkpoint.settings import ALONE, UNSTAGED, changed
 from megasetup.checkpoint.worlds import lone_world, parallel_state_of
 from megasetup.compat.bridge import import_bridge
 from megasetup.compat.hf_config import patch_hf_configs
-from megasetup.compat.local_layers import local_layer_settings
+from megasetup.compat.local_layers import (
+    attention_of_any_head_size,
+    local_layer_settings,
+    name_as_transformer_engine,
+    uses_local_layers,
+)
 from megasetup.compat.no_gpu import no_gpu
 
 _logger = logging.getLogger("megasetup")
@@ -77,6 +82,8 @@ def export_model_to_hf(
         raise ValueError(f"{iteration} does not say which Hugging Face model it came from: name it (--model)")
     overrides = source.get("hf_config_overrides", {}) if hf_config_overrides is None else hf_config_overrides
 
+    if not uses_local_layers(provider):
+        provider.register_pre_wrap_hook(name_as_transformer_engine)
     settings = {**ALONE, **UNSTAGED, **local_layer_settings(provider)}
     if isinstance(getattr(provider, "hybrid_layer_pattern", None), str):
         settings["hybrid_layer_pattern"] = provider.hybrid_layer_pattern.replace("|", "")
@@ -90,7 +97,7 @@ def export_model_to_hf(
         warnings.simplefilter("ignore")  # (Megatron's and Bridge's, about settings that are not the user's here)
         bridge = _open(name, iteration, overrides, trust_remote_code)
         provider.finalize()
-        with parallel_state_of(provider):
+        with parallel_state_of(provider), attention_of_any_head_size():
             model = import_bridge("megatron.bridge.training.model_load_save").build_and_load_model(
                 str(iteration), provider, use_cpu_init=True, skip_temp_dist_context=True
             )

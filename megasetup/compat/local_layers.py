@@ -1,17 +1,27 @@
 """Megatron's own layers in place of Transformer Engine's, for the time of a conversion.
 
-Weights are the same whichever layers hold them, and Megatron saves both under the same names, so a checkpoint made
-with its local layers on a machine without a GPU is loaded into Transformer Engine's on one with. Only what the layers
-need is changed, and all of it is put back before the checkpoint's config is written.
+Weights are the same whichever layers hold them, so a checkpoint made with Megatron's local layers on a machine without
+a GPU serves Transformer Engine's on one with, if its tensors have the names that those ask for. Megatron sees to that
+for dense layers and plain attention; for experts and multi-latent attention, whose norms the two fuse differently, it
+is done here. Only what the layers need is changed, and all of it is put back before the config is written.
 
-Needed as long as Transformer Engine's layers need a GPU.
+Two more gaps are filled. Megatron keeps experts of its local layers one by one, a form that most of Bridge's converters
+have no names for (Qwen3's has). And its local attention does not take the head sizes of multi-latent attention, which
+it has no weights for and, in a conversion, no use.
+
+Needed as long as Transformer Engine's layers need a GPU; the gaps with megatron-bridge 0.6 and megatron-core 0.19.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from megasetup.compat.bridge import import_bridge
 
@@ -39,6 +49,18 @@ _WITHOUT_FUSIONS: Mapping[str, Any] = {
     "use_transformer_engine_op_fuser": False,
 }
 
+# The keyword by which Bridge's layer specs choose.
+_SWITCH = "use_transformer_engine"
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12]\.(?:weight|bias))\*$")
+
+
+def uses_local_layers(provider: Any) -> bool:
+    """Whether a provider says that its model has Megatron's local layers, and so a checkpoint of it their names."""
+    spec = getattr(provider, "transformer_layer_spec", None)
+    if isinstance(spec, functools.partial):
+        return spec.keywords.get(_SWITCH) is False
+    return bool(spec is import_bridge("megatron.bridge.models.gpt_provider").local_layer_spec)
+
 
 def local_layer_settings(provider: Any) -> dict[str, Any]:
     """The fields of a provider to change so that it builds Megatron's local layers, by name.
@@ -51,10 +73,94 @@ def local_layer_settings(provider: Any) -> dict[str, Any]:
     """
     gpt_provider = import_bridge("megatron.bridge.models.gpt_provider")
     settings = {name: value for name, value in _WITHOUT_FUSIONS.items() if hasattr(provider, name)}
-    usual = (gpt_provider.default_layer_spec, gpt_provider.transformer_engine_layer_spec)
-    if getattr(provider, "transformer_layer_spec", None) in usual:
+    spec = getattr(provider, "transformer_layer_spec", None)
+    if spec in (gpt_provider.default_layer_spec, gpt_provider.transformer_engine_layer_spec):
         settings["transformer_layer_spec"] = gpt_provider.local_layer_spec
+    elif isinstance(spec, functools.partial) and _SWITCH in spec.keywords:
+        settings["transformer_layer_spec"] = _switched(spec, False)
     return settings
+
+
+def layer_spec_of_any_machine(spec: Any) -> Any:
+    """A provider's layer spec as it is on a machine with Transformer Engine, for a config that is to serve there.
+
+    Bridge gives many models a spec that was switched to local layers because of the machine alone.
+    """
+    if isinstance(spec, functools.partial) and _SWITCH in spec.keywords:
+        return _switched(spec, True)
+    return spec
+
+
+def _switched(spec: functools.partial[Any], on: bool) -> functools.partial[Any]:
+    return functools.partial(spec.func, *spec.args, **{**spec.keywords, _SWITCH: on})
+
+
+def name_as_transformer_engine(model: list[Any]) -> list[Any]:
+    """Have the local layers of a model save and load their tensors under the names of Transformer Engine's.
+
+    Args:
+        model: the chunks of the model, changed in place: a pre-wrap hook.
+    """
+    layers = import_bridge("megatron.core.transformer.transformer_layer").TransformerLayer
+    for chunk in model:
+        for layer in chunk.modules():
+            if isinstance(layer, layers):
+                names = _transformer_engines_names(layer)
+                layer.submodules_config = dataclasses.replace(
+                    layer.submodules_config, sharded_state_dict_keys_map=names
+                )
+    return model
+
+
+def _transformer_engines_names(layer: Any) -> dict[str, str]:
+    """Where Transformer Engine's layers keep the norms: each fused into the linear layer after it, if that is one."""
+    attention = import_bridge("megatron.core.transformer.multi_latent_attention").MultiLatentAttention
+    experts = import_bridge("megatron.core.transformer.moe.moe_layer").MoELayer
+    if isinstance(layer.self_attention, attention):
+        names = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
+    else:
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not isinstance(layer.mlp, experts):
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
+
+
+def with_names_of_local_experts(registry: Any) -> Any:
+    """A converter's names, with those of experts kept one by one beside those of experts kept together.
+
+    Args:
+        registry: a MegatronMappingRegistry. It is not changed.
+
+    Returns:
+        One with more names, or the same where none is missing.
+    """
+    mappings = registry.get_all_mappings()
+    known = {mapping.megatron_param for mapping in mappings}
+    more = []
+    for mapping in mappings:
+        name = _GROUPED_EXPERT.sub(r".experts.local_experts.*.\1", mapping.megatron_param)
+        if name not in known:
+            known.add(name)
+            another = copy.copy(mapping)
+            another.megatron_param = name
+            more.append(another)
+    return type(registry)(*mappings, *more) if more else registry
+
+
+@contextmanager
+def attention_of_any_head_size() -> Iterator[None]:
+    """Have Megatron's local attention pass over the head sizes of multi-latent attention while models are built."""
+    attention = import_bridge("megatron.core.transformer.dot_product_attention").DotProductAttention
+    make = attention.__init__
+
+    def make_without(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+
+    with mock.patch.object(attention, "__init__", make_without):
+        yield
 
 
 def fields_of_the_machine(provider: Any) -> list[str]:

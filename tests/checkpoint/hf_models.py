@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 
-KINDS = ("dense", "tied", "moe")
+KINDS = ("dense", "tied", "moe", "mixed", "latent")
 VOCABULARY = 320
 
 
 def make(kind: str, folder: Path, *, layers: int = 2) -> Path:
-    """A Qwen3 ("dense"; "tied" with one table for embedding and output) or a Qwen3 with four experts ("moe"), BF16."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    """A small model, BF16 but for the bias of experts, which is FP32.
+
+    Args:
+        kind: "dense", a Qwen3; "tied", with one table for embedding and output; "moe", a Qwen3 with four experts;
+            "mixed", a GLM-4 with one dense layer, then shared and other experts and a bias; "latent", a DeepSeek-V3.
+        folder: where to save it, with a tokenizer.
+        layers: how many.
+    """
+    import transformers
     from transformers.utils import logging
 
     common: dict[str, Any] = {
@@ -30,18 +37,53 @@ def make(kind: str, folder: Path, *, layers: int = 2) -> Path:
         "max_position_embeddings": 128,
         "tie_word_embeddings": kind == "tied",
     }
-    if kind == "moe":
-        config = Qwen3MoeConfig(**common, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
-        model: Any = Qwen3MoeForCausalLM(config)
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**common))
+    experts: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    routed: dict[str, Any] = {**experts, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    architecture, more = {
+        "dense": ("Qwen3", {}),
+        "tied": ("Qwen3", {}),
+        "moe": ("Qwen3Moe", {**experts, "num_experts": 4}),
+        "mixed": ("Glm4Moe", {**routed, "num_nextn_predict_layers": 0}),
+        "latent": ("DeepseekV3", routed | _LATENT),
+    }[kind]
+    config = getattr(transformers, f"{architecture}Config")(**common | more)
+    model: Any = getattr(transformers, f"{architecture}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(sum(kind.encode()))
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        for tensor in (*model.parameters(), *biases.values()):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    kept = {name: bias.clone() for name, bias in biases.items()}
+    model.bfloat16()
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            buffer.data = kept[name]
     logging.disable_progress_bar()
-    model.bfloat16().save_pretrained(folder)
+    model.save_pretrained(folder)
+    _write_tokenizer(folder)
     return folder
+
+
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 
 
 def bits(folder: Path) -> dict[str, tuple[str, torch.Tensor]]:
@@ -51,7 +93,7 @@ def bits(folder: Path) -> dict[str, tuple[str, torch.Tensor]]:
     found: dict[str, tuple[str, torch.Tensor]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
-            found[name] = (str(tensor.dtype), tensor.view(torch.int16) if tensor.element_size() == 2 else tensor)
+            found[name] = (str(tensor.dtype), tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]))
     return found
 
 

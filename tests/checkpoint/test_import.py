@@ -81,6 +81,46 @@ def test_the_checkpoint_says_nothing_of_the_machine_that_made_it(converted: Conv
     assert provider.share_embeddings_and_output_weights is False
 
 
+_NORMS = {
+    "dense": ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"],
+    "moe": ["self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"],
+    "mixed": [
+        "0.self_attention.linear_qkv.layer_norm_weight",
+        "0.mlp.linear_fc1.layer_norm_weight",
+        "1.self_attention.linear_qkv.layer_norm_weight",
+        "1.pre_mlp_layernorm.weight",
+    ],
+    "latent": [
+        "0.input_layernorm.weight",
+        "0.self_attention.linear_q_up_proj.layer_norm_weight",
+        "0.self_attention.linear_kv_up_proj.layer_norm_weight",
+        "0.mlp.linear_fc1.layer_norm_weight",
+        "1.pre_mlp_layernorm.weight",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", _NORMS)
+def test_tensors_have_the_names_of_transformer_engines_layers(kind: str, converted: Converted) -> None:
+    """The GPU tests load them into those; here the names that differ between the two kinds of layers are looked at."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    _, checkpoint = converted(kind)
+    names = FileSystemReader(checkpoint / "iter_0000000").read_metadata().state_dict_metadata
+    norms = {name.removeprefix("decoder.layers.") for name in names if "norm" in name and name.startswith("decoder.l")}
+    assert norms >= set(_NORMS[kind])
+    fused = {"input_layernorm.weight", "0.pre_mlp_layernorm.weight", "1.mlp.linear_fc1.layer_norm_weight"}
+    assert not norms & fused
+    assert not any(".q_layernorm" in name or ".kv_layernorm" in name for name in norms if kind == "latent")
+    assert not any(".local_experts." in name for name in names)
+
+
+def test_a_spec_that_bridge_chose_for_this_machine_is_saved_for_others(converted: Converted, tmp_path: Path) -> None:
+    _, checkpoint = converted("mixed")
+    written = yaml.safe_load((checkpoint / "iter_0000000" / "run_config.yaml").read_text())
+    assert written["model"]["transformer_layer_spec"]["use_transformer_engine"] is True
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     model = make("dense", tmp_path / "hf")
     torch.manual_seed(3)
