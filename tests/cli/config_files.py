@@ -96,3 +96,30 @@ def write_config(folder: Path, *, moe: bool = False, **changes: Any) -> Path:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump({"policy": policy, "cluster": {"num_nodes": 1}}))
     return file
+
+
+def write_checkpoint(root: Path, model: Path) -> Path:
+    """A converted checkpoint as far as it is looked at before it is loaded: Bridge's run_config.yaml, and whole."""
+    from megasetup.checkpoint.marks import write_mark
+    from megasetup.compat.bridge import import_bridge
+    from megasetup.config.provider import provider_from_hf
+
+    iteration = root / "iter_0000000"
+    iteration.mkdir(parents=True)
+    config = import_bridge("megatron.bridge.training.config")
+    provider = provider_from_hf({}, str(model))
+    provider.finalize()
+    container = config.ConfigContainer(
+        model=provider,
+        train=config.TrainingConfig(train_iters=1, micro_batch_size=1, global_batch_size=1),
+        optimizer=config.OptimizerConfig(),
+        scheduler=config.SchedulerConfig(),
+        dataset=None,
+        logger=config.LoggerConfig(),
+        tokenizer=config.TokenizerConfig(),
+        checkpoint=config.CheckpointConfig(),
+    )
+    container.to_yaml(str(iteration / "run_config.yaml"))
+    (root / "latest_checkpointed_iteration.txt").write_text("0")
+    write_mark(root, {})
+    return root

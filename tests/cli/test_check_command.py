@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from config_files import write_config
+from config_files import write_checkpoint, write_config
 from rich.console import Console
 
 from megasetup.cli import check as command
@@ -127,32 +127,9 @@ def test_the_number_of_gpus(tmp_path, gpus, said):
 
 
 def _converted(tmp_path: Path) -> Path:
-    """A converted checkpoint as far as a check looks at it: Bridge's run_config.yaml of the model, and whole."""
-    from megasetup.checkpoint.marks import write_mark
     from megasetup.checkpoint.paths import cache_folder_name, get_checkpoint_dir
-    from megasetup.compat.bridge import import_bridge
-    from megasetup.config.provider import provider_from_hf
 
-    root = Path(get_checkpoint_dir()) / cache_folder_name(str(tmp_path / "model"))
-    iteration = root / "iter_0000000"
-    iteration.mkdir(parents=True)
-    config = import_bridge("megatron.bridge.training.config")
-    provider = provider_from_hf({}, str(tmp_path / "model"))
-    provider.finalize()
-    container = config.ConfigContainer(
-        model=provider,
-        train=config.TrainingConfig(train_iters=1, micro_batch_size=1, global_batch_size=1),
-        optimizer=config.OptimizerConfig(),
-        scheduler=config.SchedulerConfig(),
-        dataset=None,
-        logger=config.LoggerConfig(),
-        tokenizer=config.TokenizerConfig(),
-        checkpoint=config.CheckpointConfig(),
-    )
-    container.to_yaml(str(iteration / "run_config.yaml"))
-    (root / "latest_checkpointed_iteration.txt").write_text("0")
-    write_mark(root, {})
-    return root
+    return write_checkpoint(Path(get_checkpoint_dir()) / cache_folder_name(str(tmp_path / "model")), tmp_path / "model")
 
 
 def test_a_converted_checkpoint_is_loaded_and_not_made_again(tmp_path):
@@ -176,6 +153,15 @@ def test_a_given_checkpoint_must_be_there(tmp_path):
     (problem,) = _examine(path).problems
     assert "nowhere" in problem
     assert "pretrained_checkpoint" in problem
+
+
+def test_the_architecture_of_a_given_checkpoint_is_its_own(tmp_path):
+    path = write_config(tmp_path)
+    root = write_checkpoint(tmp_path / "given", tmp_path / "model")
+    given = f"{{format: megatron_bridge, path: {root}}}"
+    check = _examine(path, f"++policy.pretrained_checkpoint={given}")
+    assert check.problems == []
+    assert check.models[0].steps[0] == f"Nothing is converted: megatron_bridge checkpoint {root / 'iter_0000000'}."
 
 
 def test_what_would_be_resumed(tmp_path):

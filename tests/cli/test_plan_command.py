@@ -5,7 +5,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from config_files import DENSE_PARAMETERS, write_config
+from config_files import DENSE_PARAMETERS, write_checkpoint, write_config
 from rich.console import Console
 
 from megasetup.cli import machine
@@ -78,6 +78,15 @@ def test_stages_and_experts(tmp_path):
     assert [node["ranks"] for node in found["nodes"]] == [4, 4]
     assert "expert 2, tensor 1, data 2" in printed
     assert "Pipeline stages, each by its heaviest rank" in printed
+
+
+def test_the_architecture_may_come_from_a_megatron_checkpoint(tmp_path):
+    path = write_config(tmp_path)
+    root = write_checkpoint(tmp_path / "given", tmp_path / "model")
+    (tmp_path / "model" / "config.json").unlink()
+    given = f"{{format: megatron_bridge, path: {root}}}"
+    _, found, _ = _run(path, f"++policy.pretrained_checkpoint={given}")
+    assert found["parameters"] == DENSE_PARAMETERS
 
 
 def test_megatron_s_own_hybrid_optimizer_pins_more(tmp_path):
