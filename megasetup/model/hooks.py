@@ -20,7 +20,6 @@ from megasetup.config.errors import (
     config_error,
 )
 from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
-from megasetup.config.logprobs import FUSED_KEY, fused_linear_logprobs
 from megasetup.config.peft import validate_peft_config
 from megasetup.model.bridge import is_checkpoint, load_weights_from
 from megasetup.moe import find_routers
@@ -34,17 +33,12 @@ def check_supported(policy_cfg: Mapping[str, Any]) -> None:
     """Refuse what a config may ask for and this version does not offer.
 
     Raises:
-        ConfigNotImplementedError: a draft model, router replay or fused linear log-probabilities; names each key.
+        ConfigNotImplementedError: a draft model.
     """
-    problems = Problems()
-    for name in ("draft", "router_replay"):
-        if section(policy_cfg, name).get("enabled"):
-            problems.add(
-                f"{POLICY}.{name}.enabled", True, "must be false: not supported yet", ConfigNotImplementedError
-            )
-    if fused_linear_logprobs(megatron_cfg(policy_cfg)):
-        problems.add(FUSED_KEY, True, "must be false: not supported yet", ConfigNotImplementedError)
-    problems.raise_any()
+    if section(policy_cfg, "draft").get("enabled"):
+        raise config_error(
+            f"{POLICY}.draft.enabled", True, "must be false: not supported yet", ConfigNotImplementedError
+        )
 
 
 def freeze_routers(chunks: list[Any]) -> list[Any]:

@@ -5,9 +5,8 @@ It is built once, loaded, copied out and dropped again, so it takes GPU memory o
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from megasetup.compat.bridge import import_bridge
 from megasetup.model import bridge
 from megasetup.model.hooks import Hook, create_lora, lora_hook, pre_wrap_hooks
+from megasetup.model.router_replay import forget_routers_made_inside
 from megasetup.model.stages import Stages
 from megasetup.model.training import build_chunks
 
@@ -43,7 +43,7 @@ def setup_reference_model_state(
         FileNotFoundError: pretrained_path holds no checkpoint.
         PeerFailedError: another rank failed.
     """
-    with Stages("reference model") as stages, _router_replay_kept():
+    with Stages("reference model") as stages, forget_routers_made_inside():
         with stages.stage("config", "see the key that the message names"):
             # Adapters must add nothing, or the reference would not be the model that the policy started from.
             lora = create_lora(config, lora_B_init_method="zero")
@@ -101,21 +101,6 @@ def _bare_copy(provider: Any) -> Any:
         if hasattr(bare, name):
             setattr(bare, name, None)
     return bare
-
-
-@contextlib.contextmanager
-def _router_replay_kept() -> Iterator[None]:
-    """Forget the router-replay instances that the body makes, also when it fails: Megatron lists them globally."""
-    try:
-        from megatron.core.transformer.moe.router_replay import RouterReplay
-    except ImportError:  # (Megatron before 0.17)
-        yield
-        return
-    known = list(RouterReplay.global_router_replay_instances)
-    try:
-        yield
-    finally:
-        RouterReplay.global_router_replay_instances[:] = known
 
 
 def _on_cpu(chunks: list[Any]) -> dict[str, Any]:

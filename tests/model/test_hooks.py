@@ -176,14 +176,13 @@ def test_lora_without_its_base_model(tmp_path: Any) -> None:
         lora_hook(None, state, load_base=True)([])
 
 
-def test_what_is_not_supported_is_named_all_at_once() -> None:
-    config = {
-        "draft": {"enabled": True},
-        "router_replay": {"enabled": True},
-        "megatron_cfg": {"use_fused_linear_logprobs": True},
-    }
-    with pytest.raises(NotImplementedError) as caught:
-        check_supported(config)
-    for key in ("draft.enabled", "router_replay.enabled", "megatron_cfg.use_fused_linear_logprobs"):
-        assert f"policy.{key} is True: must be false" in str(caught.value)
-    check_supported({"draft": None, "router_replay": {"enabled": False}, "megatron_cfg": {}})
+def test_what_is_not_supported_is_named() -> None:
+    with pytest.raises(NotImplementedError, match=r"policy\.draft\.enabled is True: must be false"):
+        check_supported({"draft": {"enabled": True}, "megatron_cfg": {}})
+    check_supported(
+        {
+            "draft": None,
+            "router_replay": {"enabled": True},
+            "megatron_cfg": {"use_fused_linear_logprobs": True},
+        }
+    )

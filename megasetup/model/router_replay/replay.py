@@ -165,8 +165,11 @@ def forget_routers_made_inside() -> Iterator[None]:
     The list keeps them alive, and Megatron's own functions give routes to whatever is in it: a model that is built
     beside the policy must leave no trace there.
     """
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
+    try:
+        from megatron.core.transformer.moe.router_replay import RouterReplay
+    except ImportError:  # (Megatron before 0.17)
+        yield
+        return
     known = list(RouterReplay.global_router_replay_instances)
     try:
         yield
