@@ -23,7 +23,7 @@ from megasetup.checkpoint.settings import ALONE, changed
 from megasetup.checkpoint.worlds import parallel_state_of, uses_gpu
 from megasetup.compat.bridge import import_bridge
 from megasetup.compat.local_layers import (
-    attention_of_any_head_size,
+    building_local_layers,
     fields_of_the_machine,
     layer_spec_of_any_machine,
     local_layer_settings,
@@ -93,7 +93,7 @@ def convert(conversion: Conversion, folder: Path, final: Path) -> None:
             provider.register_pre_wrap_hook(name_as_transformer_engine)
         with changed(provider, settings) as put_back, _explained(provider, local, conversion.sizes):
             provider.finalize()
-            with parallel_state_of(provider), attention_of_any_head_size():
+            with parallel_state_of(provider), building_local_layers() if local else contextlib.nullcontext():
                 model = provider.provide_distributed_model(
                     wrap_with_ddp=False,
                     use_cpu_initialization=not uses_gpu(),

@@ -29,7 +29,7 @@ from megasetup.checkpoint.worlds import lone_world, parallel_state_of
 from megasetup.compat.bridge import import_bridge
 from megasetup.compat.hf_config import patch_hf_configs
 from megasetup.compat.local_layers import (
-    attention_of_any_head_size,
+    building_local_layers,
     local_layer_settings,
     name_as_transformer_engine,
     uses_local_layers,
@@ -97,7 +97,7 @@ def export_model_to_hf(
         warnings.simplefilter("ignore")  # (Megatron's and Bridge's, about settings that are not the user's here)
         bridge = _open(name, iteration, overrides, trust_remote_code)
         provider.finalize()
-        with parallel_state_of(provider), attention_of_any_head_size():
+        with parallel_state_of(provider), building_local_layers():
             model = import_bridge("megatron.bridge.training.model_load_save").build_and_load_model(
                 str(iteration), provider, use_cpu_init=True, skip_temp_dist_context=True
             )

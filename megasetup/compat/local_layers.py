@@ -5,18 +5,21 @@ a GPU serves Transformer Engine's on one with, if its tensors have the names tha
 for dense layers and plain attention; for experts and multi-latent attention, whose norms the two fuse differently, it
 is done here. Only what the layers need is changed, and all of it is put back before the config is written.
 
-Two more gaps are filled. Megatron keeps experts of its local layers one by one, a form that most of Bridge's converters
-have no names for (Qwen3's has). And its local attention does not take the head sizes of multi-latent attention, which
-it has no weights for and, in a conversion, no use.
+More gaps are filled. Megatron keeps experts of its local layers one by one, a form that most of Bridge's converters
+have no names for (Qwen3's has). Its local attention does not take the head sizes of multi-latent attention, which it
+has no weights for and, in a conversion, no use. And Bridge builds multi-token prediction of Transformer Engine's layers
+alone.
 
 Needed as long as Transformer Engine's layers need a GPU; the gaps with megatron-bridge 0.6 and megatron-core 0.19.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -151,15 +154,32 @@ def with_names_of_local_experts(registry: Any) -> Any:
 
 
 @contextmanager
-def attention_of_any_head_size() -> Iterator[None]:
-    """Have Megatron's local attention pass over the head sizes of multi-latent attention while models are built."""
+def building_local_layers() -> Iterator[None]:
+    """Fill what Megatron and Bridge lack for local layers while a model is built.
+
+    Megatron's local attention passes over the head sizes of multi-latent attention, and multi-token prediction, which
+    Bridge builds of Transformer Engine's layers whatever the others are, is local too.
+    """
     attention = import_bridge("megatron.core.transformer.dot_product_attention").DotProductAttention
+    specs = import_bridge("megatron.core.models.gpt.gpt_layer_specs")
     make = attention.__init__
 
     def make_without(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
 
-    with mock.patch.object(attention, "__init__", make_without):
+    def local(function: Any) -> Any:
+        def build(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(function).bind(*args, **kwargs)
+            given.arguments[_SWITCH] = False
+            return function(*given.args, **given.kwargs)
+
+        return build
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(attention, "__init__", make_without))
+        for name in ("get_gpt_mtp_block_spec", "get_gpt_decoder_layer_specs"):
+            if hasattr(specs, name):
+                stack.enter_context(mock.patch.object(specs, name, local(getattr(specs, name))))
         yield
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 KINDS = ("dense", "tied", "moe", "mixed", "latent")
+OTHERS = ("Llama", "Qwen2", "Mistral", "GptOss")
 VOCABULARY = 320
 
 
@@ -19,7 +20,8 @@ def make(kind: str, folder: Path, *, layers: int = 2) -> Path:
 
     Args:
         kind: "dense", a Qwen3; "tied", with one table for embedding and output; "moe", a Qwen3 with four experts;
-            "mixed", a GLM-4 with one dense layer, then shared and other experts and a bias; "latent", a DeepSeek-V3.
+            "mixed", a GLM-4 with one dense layer, then shared and other experts and a bias, and a layer that predicts
+            a second token; "latent", a DeepSeek-V3; or the architecture of one of OTHERS.
         folder: where to save it, with a tokenizer.
         layers: how many.
     """
@@ -39,13 +41,15 @@ def make(kind: str, folder: Path, *, layers: int = 2) -> Path:
     }
     experts: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
     routed: dict[str, Any] = {**experts, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    architecture, more = {
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "dense": ("Qwen3", {}),
         "tied": ("Qwen3", {}),
         "moe": ("Qwen3Moe", {**experts, "num_experts": 4}),
-        "mixed": ("Glm4Moe", {**routed, "num_nextn_predict_layers": 0}),
-        "latent": ("DeepseekV3", routed | _LATENT),
-    }[kind]
+        "mixed": ("Glm4Moe", {**routed, "num_nextn_predict_layers": 1}),
+        "latent": ("DeepseekV3", routed | _LATENT | {"num_nextn_predict_layers": 0}),
+        "GptOss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN}),
+    }
+    architecture, more = kinds.get(kind, (kind, {}))
     config = getattr(transformers, f"{architecture}Config")(**common | more)
     model: Any = getattr(transformers, f"{architecture}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(sum(kind.encode()))
@@ -60,10 +64,36 @@ def make(kind: str, folder: Path, *, layers: int = 2) -> Path:
             buffer.data = kept[name]
     logging.disable_progress_bar()
     model.save_pretrained(folder)
+    if kind == "mixed":
+        _add_second_token(folder, layers, common["hidden_size"], generator)
     _write_tokenizer(folder)
     return folder
 
 
+def _add_second_token(folder: Path, layers: int, hidden: int, generator: torch.Generator) -> None:
+    """Add the tensors of a layer that predicts a second token, which Hugging Face's model leaves out."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    shapes = {new + name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    for name, tensor in shapes.items():
+        tensors[name] = (torch.randn(tensor.shape, generator=generator) * 0.1).to(tensor.dtype)
+    own = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}
+    for part, shape in own.items():
+        tensors[f"{new}{part}.weight"] = (torch.randn(shape, generator=generator) * 0.1).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 8,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import KINDS, assert_same_bits, bits, make
+from hf_models import KINDS, OTHERS, assert_same_bits, bits, make
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
@@ -52,7 +52,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     return get
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 def test_every_tensor_comes_back_bit_for_bit(kind: str, converted: Converted, tmp_path: Path) -> None:
     model, checkpoint = converted(kind)
     assert what_is_missing(checkpoint) is None
@@ -89,6 +89,8 @@ _NORMS = {
         "0.mlp.linear_fc1.layer_norm_weight",
         "1.self_attention.linear_qkv.layer_norm_weight",
         "1.pre_mlp_layernorm.weight",
+        "mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_weight",
+        "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
     ],
     "latent": [
         "0.input_layernorm.weight",
@@ -107,7 +109,7 @@ def test_tensors_have_the_names_of_transformer_engines_layers(kind: str, convert
 
     _, checkpoint = converted(kind)
     names = FileSystemReader(checkpoint / "iter_0000000").read_metadata().state_dict_metadata
-    norms = {name.removeprefix("decoder.layers.") for name in names if "norm" in name and name.startswith("decoder.l")}
+    norms = {name.removeprefix("decoder.layers.") for name in names if "norm" in name}
     assert norms >= set(_NORMS[kind])
     fused = {"input_layernorm.weight", "0.pre_mlp_layernorm.weight", "1.mlp.linear_fc1.layer_norm_weight"}
     assert not norms & fused
