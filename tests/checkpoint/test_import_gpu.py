@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,31 @@ pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="Transformer Engine is not installed"),
 ]
 
+_ALONE = """
+import sys, torch
+from itertools import batched
+from megasetup.checkpoint.importing import import_model_from_hf
+for model, checkpoint in batched(sys.argv[1:], 2):
+    assert import_model_from_hf(model, checkpoint) is True
+print("CUDA", torch.cuda.max_memory_allocated(), torch.cuda.is_initialized())
+"""
+_EXPORT = """
+import sys, torch
+from itertools import batched
+from megasetup.checkpoint.exporting import export_model_to_hf
+for checkpoint, out in batched(sys.argv[1:], 2):
+    export_model_to_hf(checkpoint, out)
+print("CUDA", torch.cuda.max_memory_allocated(), torch.cuda.is_initialized())
+"""
 
-def _run(script: str, *arguments: object) -> str:
+
+def _run(*command: object) -> str:
     done = subprocess.run(
-        [sys.executable, *([str(_HERE / script)] if script.endswith(".py") else ["-c", script]), *map(str, arguments)],
+        [sys.executable, *map(str, command)],
         env=bare_environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,49 +62,49 @@ def _facts(ended: Ended) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
 
 
-_ALONE = """
-import sys, torch
-from megasetup.checkpoint.importing import import_model_from_hf
-assert import_model_from_hf(sys.argv[1], sys.argv[2]) is True
-print("CUDA", torch.cuda.max_memory_allocated(), torch.cuda.is_initialized())
-"""
-_EXPORT = """
-import sys, torch
-from megasetup.checkpoint.exporting import export_model_to_hf
-export_model_to_hf(sys.argv[1], sys.argv[2])
-print("CUDA", torch.cuda.max_memory_allocated(), torch.cuda.is_initialized())
-"""
+def _check(folder: Path, checkpoints: dict[str, Path]) -> str:
+    """Every checkpoint, loaded by Bridge on the GPU and exported by us on the CPU, is the model. Gives what they said."""
+    loads: Sequence[Path] = [
+        path
+        for kind, checkpoint in checkpoints.items()
+        for path in (checkpoint, folder / kind / "hf", folder / kind / "gpu")
+    ]
+    exports = [path for kind, checkpoint in checkpoints.items() for path in (checkpoint, folder / kind / "back")]
+    said = _run(_HERE / "load_worker.py", *loads)
+    assert "DEVICE {'cuda:0'}" in said
+    said += _run("-c", _EXPORT, *exports)
+    for kind in checkpoints:
+        assert_same_bits(folder / kind / "hf", folder / kind / "gpu")
+        assert_same_bits(folder / kind / "hf", folder / kind / "back")
+    return said
 
 
 def test_an_installed_transformer_engine_is_used() -> None:
     assert ensure_importable() is False
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_process_alone_made_loads_into_transformer_engines_layers(kind: str, tmp_path: Path) -> None:
+def test_what_a_process_alone_made_loads_into_transformer_engines_layers(tmp_path: Path) -> None:
     """The process converts on the CPU, with Megatron's local layers, and puts nothing on the GPU."""
-    model = make(kind, tmp_path / "hf")
-    assert "CUDA 0 " in _run(_ALONE, model, tmp_path / "megatron")
-    said = _run("load_worker.py", tmp_path / "megatron", model, tmp_path / "on-gpu")
-    assert "TELayerNormColumnParallelLinear" in said
-    assert "DEVICE {'cuda:0'}" in said
-    assert_same_bits(model, tmp_path / "on-gpu")
-    assert "CUDA 0 " in _run(_EXPORT, tmp_path / "megatron", tmp_path / "back")
-    assert_same_bits(model, tmp_path / "back")
+    for kind in KINDS:
+        make(kind, tmp_path / kind / "hf")
+    pairs = [path for kind in KINDS for path in (tmp_path / kind / "hf", tmp_path / kind / "megatron")]
+    assert "CUDA 0 " in _run("-c", _ALONE, *pairs)
+    said = _check(tmp_path, {kind: tmp_path / kind / "megatron" for kind in KINDS})
+    assert said.count("'TELayerNormColumnParallelLinear'") == len(KINDS)
+    assert "CUDA 0 " in said
 
 
 def test_one_gpu_converts_with_transformer_engines_layers(tmp_path: Path) -> None:
     for kind in KINDS:
         make(kind, tmp_path / kind / "hf")
-    (ended,) = launch(_HERE / "ranks_worker.py", 1, "together", ";".join(f"{k}:" for k in KINDS), str(tmp_path))
+    cases = [f"{kind}:" for kind in KINDS]
+    (ended,) = launch(_HERE / "ranks_worker.py", 1, "together", ";".join(cases), str(tmp_path), timeout=400)
     facts = _facts(ended)
-    assert [one["case"] for one in facts] == [f"{kind}:" for kind in KINDS]
+    assert [one["case"] for one in facts] == cases
     assert not any(one["up"] for one in facts)
-    for kind in KINDS:
-        checkpoint = tmp_path / kind / "megatron-"
-        assert what_is_missing(checkpoint) is None
-        _run(_EXPORT, checkpoint, tmp_path / kind / "back")
-        assert_same_bits(tmp_path / kind / "hf", tmp_path / kind / "back")
+    checkpoints = {kind: tmp_path / kind / "megatron-" for kind in KINDS}
+    assert [what_is_missing(checkpoint) for checkpoint in checkpoints.values()] == [None] * len(KINDS)
+    _check(tmp_path, checkpoints)
 
 
 @pytest.mark.multigpu
@@ -98,13 +116,12 @@ def test_two_gpus_convert_their_shares_together(tmp_path: Path) -> None:
     }
     for kind in sizes:
         make(kind, tmp_path / kind / "hf")
-    cases = ";".join(f"{kind}:{size}" for kind, size in sizes.items())
-    first, second = map(_facts, launch(_HERE / "ranks_worker.py", 2, "together", cases, str(tmp_path), timeout=300))
-    assert len(first) == len(second) == 3
-    for kind, size in sizes.items():
-        checkpoint = tmp_path / kind / f"megatron-{size}"
-        assert f"\n  {size.split('=')[0]}: 1\n" in (checkpoint / "iter_0000000" / "run_config.yaml").read_text()
-        _run(_EXPORT, checkpoint, tmp_path / kind / "back")
-        assert_same_bits(tmp_path / kind / "hf", tmp_path / kind / "back")
-        _run("load_worker.py", checkpoint, tmp_path / kind / "hf", tmp_path / kind / "on-gpu")
-        assert_same_bits(tmp_path / kind / "hf", tmp_path / kind / "on-gpu")
+    cases = [f"{kind}:{size}" for kind, size in sizes.items()]
+    ended = launch(_HERE / "ranks_worker.py", 2, "together", ";".join(cases), str(tmp_path), timeout=400)
+    for one in ended:
+        assert [facts["case"] for facts in _facts(one)] == cases
+    checkpoints = {kind: tmp_path / kind / f"megatron-{size}" for kind, size in sizes.items()}
+    for kind, checkpoint in checkpoints.items():
+        saved = (checkpoint / "iter_0000000" / "run_config.yaml").read_text()
+        assert f"\n  {sizes[kind].split('=')[0]}: 1\n" in saved
+    _check(tmp_path, checkpoints)
