@@ -46,8 +46,6 @@ def handle_model_import(
     model_post_wrap_hook: Callable[[Any], Any] | None = None,
     transformer_layer_spec: Any | None = None,
     mamba_stack_spec: Any | None = None,
-    *,
-    trust_remote_code: bool | None = None,
 ) -> None:
     """Convert the Hugging Face model that a config starts from, unless a checkpoint is there.
 
@@ -62,11 +60,10 @@ def handle_model_import(
         model_post_wrap_hook: called with each chunk of the model when its weights are loaded.
         transformer_layer_spec: a ModuleSpec, or a callable that returns one, in place of the provider's.
         mamba_stack_spec: the same for the layer stack of Mamba and hybrid models.
-        trust_remote_code: whether code that comes with the model may run; None for what
-            policy.megatron_cfg.trust_remote_code says, False when that is absent.
 
     Raises:
-        ValueError: Megatron-Bridge does not know the model, or it needs code that may not run.
+        ValueError: Megatron-Bridge does not know the model, or it needs code that may not run: code of a model runs
+            only when policy.megatron_cfg.trust_remote_code is true.
         OSError: there is no such model, or the folder cannot be written.
         RuntimeError: the ranks do not fit the sizes, or a machine does not see the result.
     """
@@ -77,14 +74,12 @@ def handle_model_import(
     if pt_checkpoint_exists and not force:
         _logger.info("the converted checkpoint %s is there", pretrained_path)
         return
-    if trust_remote_code is None:
-        trust_remote_code = bool(megatron.get("trust_remote_code"))
     import_model_from_hf(
         hf_model_name,
         pretrained_path,
         megatron_cfg=megatron,
         hf_config_overrides=section(config, "hf_config_overrides"),
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=bool(megatron.get("trust_remote_code")),
         force=force,
         model_post_wrap_hook=model_post_wrap_hook,
         transformer_layer_spec=transformer_layer_spec,

@@ -61,10 +61,12 @@ def what_is_missing(folder: str | os.PathLike[str]) -> str | None:
     for shard in shards:
         if shard.stat().st_size == 0:
             return f"{FIRST_ITERATION}/{shard.name} is empty"
-    # Its sections are in alphabetical order, several after "model": a text that broke off has none of them, or ends
-    # within a line.
+    # Bridge writes its sections in alphabetical order, several after "model": a text that broke off has none of them, or
+    # ends within a line.
     text = (iteration / RUN_CONFIG).read_text(errors="replace")
-    if not text.endswith("\n") or not re.search(r"^model:(.|\n)*^[n-z]\w*:", text, re.MULTILINE):
+    sections = re.findall(r"^(\w+):", text, re.MULTILINE)
+    in_order = sections == sorted(sections)
+    if not text.endswith("\n") or "model" not in sections or (in_order and sections[-1] == "model"):
         return f"{FIRST_ITERATION}/{RUN_CONFIG} breaks off"
     return None
 

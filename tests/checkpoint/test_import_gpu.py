@@ -63,7 +63,7 @@ def _facts(ended: Ended) -> list[dict[str, Any]]:
 
 
 def _check(folder: Path, checkpoints: dict[str, Path]) -> str:
-    """Every checkpoint, loaded by Bridge on the GPU and exported by us on the CPU, is the model. Gives what they said."""
+    """Every checkpoint, loaded by Bridge on the GPU and exported by us on the CPU, is the model. Gives the outputs."""
     loads: Sequence[Path] = [
         path
         for kind, checkpoint in checkpoints.items()

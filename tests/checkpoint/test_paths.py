@@ -177,6 +177,12 @@ def test_a_run_config_that_breaks_off(text: str, checkpoint_dir: Path) -> None:
     assert what_is_missing(root) is not None
 
 
+def test_a_run_config_in_an_order_of_its_own(checkpoint_dir: Path) -> None:
+    root = _whole(checkpoint_dir / "a")
+    (root / "iter_0000000/run_config.yaml").write_text("train: null\nmodel:\n  num_layers: 2\n")
+    assert what_is_missing(root) is None
+
+
 def test_a_cache_without_tensors_or_with_an_empty_file(checkpoint_dir: Path) -> None:
     root = _whole(checkpoint_dir / "a")
     (root / "iter_0000000/__1_0.distcp").write_text("")
