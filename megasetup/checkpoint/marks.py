@@ -61,8 +61,8 @@ def what_is_missing(folder: str | os.PathLike[str]) -> str | None:
     for shard in shards:
         if shard.stat().st_size == 0:
             return f"{FIRST_ITERATION}/{shard.name} is empty"
-    # Bridge writes its sections in alphabetical order, several after "model": a text that broke off has none of them, or
-    # ends within a line.
+    # Bridge writes its sections in alphabetical order, several after "model": a text that broke off has none of them,
+    # or ends within a line.
     text = (iteration / RUN_CONFIG).read_text(errors="replace")
     sections = re.findall(r"^(\w+):", text, re.MULTILINE)
     in_order = sections == sorted(sections)
