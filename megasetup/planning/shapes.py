@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from megasetup.compat.local_layers import building_local_layers
+from megasetup.compat.no_gpu import no_gpu
 from megasetup.planning.world import PlanningError
 
 # Settings that say how a model computes, not what it holds, at the value that needs neither a GPU nor Transformer
@@ -105,6 +107,8 @@ def plain_provider(provider: Any) -> Any:
     for name, value in _WITHOUT_HARDWARE.items():
         if hasattr(plain, name):
             setattr(plain, name, value)
+    if plain.position_embedding_type != "learned_absolute":
+        plain.position_embedding_type = "none"  # the others have no parameters, and some models a kind of their own
     try:
         with _quiet():
             plain.finalize()
@@ -121,7 +125,8 @@ def left_out(provider: Any) -> list[str]:
     name = type(provider).__name__
     notes = []
     if type(provider).provide is not module.GPTModelProvider.provide:
-        notes.append(f"{name} builds its model itself; what it adds to the decoder (a vision tower) is not counted.")
+        more = "what it adds to the decoder (a vision tower, more norms) is not counted"
+        notes.append(f"{name} builds its model itself; {more}.")
     return notes
 
 
@@ -139,7 +144,7 @@ def build_chunks(plain: Any, vocabulary: int, *, stage: int, stages: int) -> lis
     virtual = plain.virtual_pipeline_model_parallel_size if stages > 1 else None
     chunks = []
     for chunk in range(virtual or 1):
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), _quiet(), no_gpu(), building_local_layers():
             model = _build_model(
                 plain,
                 vocabulary,

@@ -2,16 +2,20 @@
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launch import launch
 from planning.architectures import (
     QWEN2_5_1_5B,
     QWEN2_5_7B,
     QWEN3_235B,
     SMALL,
+    SMALL_GPT_OSS,
+    SMALL_MLA,
     SMALL_MOE,
     configs,
     provider_of,
@@ -148,6 +152,42 @@ def test_settings_of_speed_change_nothing_and_the_provider_stays_as_it_is(tmp_pa
     plan = plan_run(provider, *configs(), gpus=1)
     assert plan.ranks == plan_run(provider_of(folder), *configs(), gpus=1).ranks
     assert {name: getattr(provider, name) for name in changed} == changed
+
+
+def test_multimodal_rotary_embeddings_are_planned_without_a_gpu(tmp_path):
+    folder = write(tmp_path, SMALL)
+    provider = provider_of(folder, position_embedding_type="mrope", mrope_section=[2, 3, 3])
+    assert plan_run(provider, *configs(), gpus=1).ranks == plan_run(provider_of(folder), *configs(), gpus=1).ranks
+
+
+def _published(settings) -> int:
+    """Parameters of the model in transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = dict(settings)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.pop("model_type"), **kind))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [SMALL, SMALL_MOE, SMALL_MLA, SMALL_GPT_OSS], ids=lambda case: case["model_type"])
+def test_parameters_are_those_of_transformers(tmp_path, settings):
+    provider = provider_of(write(tmp_path, settings))
+    assert plan_run(provider, *configs(), gpus=1).parameters == _published(settings)
+
+
+def test_a_layer_that_predicts_further_tokens_is_on_the_last_stage(tmp_path):
+    folder = write(tmp_path, {**SMALL_MLA, "num_hidden_layers": 4})
+    fields = {"pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    without = plan_run(provider_of(folder, **fields, mtp_num_layers=None), *configs(), gpus=2)
+    with_it = plan_run(provider_of(folder, **fields, mtp_num_layers=1), *configs(), gpus=2)
+    assert with_it.ranks[0].parameters == without.ranks[0].parameters
+    # One more layer, two norms and a projection of twice the width, a norm at its end, and the embedding again.
+    extra = with_it.ranks[1].parameters - without.ranks[1].parameters
+    last = plan_run(provider_of(folder, **fields, num_layers=6, moe_layer_freq=[0, 1, 1, 1, 1, 1]), *configs(), gpus=2)
+    layer = last.ranks[1].parameters - without.ranks[1].parameters
+    assert extra == layer + 3 * 64 + 2 * 64 * 64 + 256 * 64
 
 
 def test_another_kind_of_provider_is_refused_by_name():
