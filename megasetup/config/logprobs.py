@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasetup.config.errors import MISSING, ConfigAssertionError, config_error
-from megasetup.config.fields import MEGATRON, megatron_cfg
+from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
 
 FUSED_KEY = f"{MEGATRON}.use_fused_linear_logprobs"
 
@@ -14,6 +14,30 @@ FUSED_KEY = f"{MEGATRON}.use_fused_linear_logprobs"
 def fused_linear_logprobs(megatron: Mapping[str, Any]) -> bool:
     """Whether policy.megatron_cfg has log-probabilities computed from hidden states, without whole logits."""
     return bool(megatron.get("use_fused_linear_logprobs"))
+
+
+def fused_linear_logprobs_settings(config: Mapping[str, Any]) -> tuple[int | None, float] | None:
+    """What fused log-probabilities are computed with.
+
+    Args:
+        config: the policy config.
+
+    Returns:
+        (tokens of a chunk or None for the default, what divides the logits: the temperature that generation samples
+        with), or None where log-probabilities are not fused.
+
+    Raises:
+        ConfigError: a temperature that is not above 0, by which no logits can be divided.
+    """
+    megatron = megatron_cfg(config)
+    if not fused_linear_logprobs(megatron):
+        return None
+    temperature = section(config, "generation").get("temperature")
+    if temperature is not None and not temperature > 0:
+        raise config_error(
+            f"{POLICY}.generation.temperature", temperature, f"must be above 0, because {FUSED_KEY} is true"
+        )
+    return megatron.get("fused_linear_logprobs_chunk_size"), 1.0 if temperature is None else float(temperature)
 
 
 def validate_chunking_config(config: Mapping[str, Any]) -> None:

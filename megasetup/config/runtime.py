@@ -24,7 +24,7 @@ from megasetup.config.errors import (
     config_error,
 )
 from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
-from megasetup.config.logprobs import validate_chunking_config
+from megasetup.config.logprobs import fused_linear_logprobs_settings, validate_chunking_config
 from megasetup.config.moe import apply_moe_config
 from megasetup.config.mtp import apply_mtp_config
 from megasetup.config.optimizer import validate_optimizer_config
@@ -245,6 +245,7 @@ def setup_model_config(
         lambda: validate_optimizer_config(config),
         lambda: apply_architecture_config(model_cfg, config),
         lambda: validate_chunking_config(config),
+        lambda: fused_linear_logprobs_settings(config),
         lambda: validate_router_replay_config(config),
         lambda: validate_training_config(config, model_cfg),
     )

@@ -110,6 +110,7 @@ def rules() -> Sequence[Rule]:
         optimizer.validate_optimizer_config,
         data_parallel.validate_data_parallel_config,
         logprobs.validate_chunking_config,
+        logprobs.fused_linear_logprobs_settings,
         peft.validate_peft_config,
         router_replay.validate_router_replay_config,
         lambda config: overrides.validate_model_override_conflicts(

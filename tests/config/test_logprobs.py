@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from bridge_providers import policy
 
-from megasetup.config.logprobs import fused_linear_logprobs, validate_chunking_config
+from megasetup.config.logprobs import (
+    fused_linear_logprobs,
+    fused_linear_logprobs_settings,
+    validate_chunking_config,
+)
 
 
 @pytest.mark.parametrize("size", [0, None])
@@ -34,3 +38,24 @@ def test_fused_linear_logprobs() -> None:
     assert fused_linear_logprobs({"use_fused_linear_logprobs": True}) is True
     assert fused_linear_logprobs({"use_fused_linear_logprobs": False}) is False
     assert fused_linear_logprobs({}) is False
+
+
+@pytest.mark.parametrize(
+    ("megatron", "generation", "expected"),
+    [
+        ({}, {"temperature": 0.0}, None),
+        ({"use_fused_linear_logprobs": False, "fused_linear_logprobs_chunk_size": 8}, None, None),
+        ({"use_fused_linear_logprobs": True}, None, (None, 1.0)),
+        ({"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": None}, {}, (None, 1.0)),
+        ({"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 8}, {"temperature": 2}, (8, 2.0)),
+    ],
+)
+def test_settings_of_fused_linear_logprobs(megatron: dict[str, Any], generation: Any, expected: Any) -> None:
+    assert fused_linear_logprobs_settings(policy(**megatron) | {"generation": generation}) == expected
+
+
+def test_fused_linear_logprobs_cannot_divide_by_nothing() -> None:
+    with pytest.raises(
+        ValueError, match=r"policy\.generation\.temperature is 0\.0: must be above 0, because policy\.m"
+    ):
+        fused_linear_logprobs_settings(policy(use_fused_linear_logprobs=True) | {"generation": {"temperature": 0.0}})

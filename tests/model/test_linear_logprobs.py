@@ -8,7 +8,7 @@ import pytest
 import torch
 from launch import launch
 
-from megasetup.model.linear_logprobs import LinearLogprobs, linear_logprobs
+from megasetup.model.linear_logprobs import DEFAULT_CHUNK_SIZE, LinearLogprobs, linear_logprobs, linear_logprobs_of
 
 TOKENS, WIDTH, VOCABULARY = 37, 24, 101
 WORKER = Path(__file__).with_name("linear_logprobs_worker.py")
@@ -50,6 +50,29 @@ def test_bf16_rounds_as_the_plain_path_does():
         torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-6)
 
 
+def test_a_temperature_divides_the_logits():
+    hidden, weight, targets, grad = _inputs(torch.float32)
+    expected = _plain(hidden / 0.7, weight, targets)
+    wanted = torch.autograd.grad(expected, (hidden, weight), grad)
+    found = linear_logprobs(hidden, weight, targets, chunk_size=8, temperature=0.7)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for one, other in zip(torch.autograd.grad(found, (hidden, weight), grad), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_processor_as_the_config_says():
+    assert linear_logprobs_of({"megatron_cfg": {"fused_linear_logprobs_chunk_size": 7}}) is None
+    megatron = {"use_fused_linear_logprobs": True}
+    default = linear_logprobs_of({"megatron_cfg": megatron})
+    assert (default.chunk_size, default.temperature) == (DEFAULT_CHUNK_SIZE, 1.0)
+    config = {
+        "megatron_cfg": megatron | {"fused_linear_logprobs_chunk_size": 7},
+        "generation": {"temperature": 0.6},
+    }
+    made = linear_logprobs_of(config)
+    assert (made.chunk_size, made.temperature) == (7, 0.6)
+
+
 def test_a_frozen_weight_costs_no_gradient():
     hidden, weight, targets, grad = _inputs(torch.float32)
     weight.requires_grad_(False)
@@ -63,6 +86,7 @@ def test_a_frozen_weight_costs_no_gradient():
     ("change", "error", "message"),
     [
         ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
+        ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
         ({"targets": torch.zeros(3, dtype=torch.long)}, ValueError, r"targets of shape \(3,\) for 37 tokens"),
         ({"targets": torch.zeros(TOKENS)}, TypeError, "targets are torch.float32"),
         ({"weight": torch.zeros(VOCABULARY, 5)}, ValueError, r"\(37, 24\) and an output weight of shape \(101, 5\)"),
@@ -77,8 +101,20 @@ def test_what_does_not_fit_is_named(change, error, message):
 
 
 def test_a_processor_without_labels_says_so():
+    pytest.importorskip("megatron.core")
     with pytest.raises(ValueError, match="labels is None"):
         LinearLogprobs()(hidden_states=None, output_layer=None, output_weight=None, labels=None, scale_logits=None)
+
+
+def test_an_output_layer_with_an_adapter_is_refused():
+    with pytest.raises(TypeError, match="the output layer is a Linear"):
+        LinearLogprobs()(
+            hidden_states=torch.zeros(2, 1, WIDTH),
+            output_layer=torch.nn.Linear(WIDTH, VOCABULARY),
+            output_weight=None,
+            labels=torch.zeros(1, 2, dtype=torch.long),
+            scale_logits=None,
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2])
