@@ -12,7 +12,8 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from megasetup.config.errors import MISSING, ConfigKeyError, config_error
@@ -99,6 +100,20 @@ def _set(name: str, value: str, reason: str) -> None:
     os.environ[name] = value
     if before != value:
         _logger.info("environment: %s=%s (was %s): %s", name, value, before if before is not None else "unset", reason)
+
+
+@contextmanager
+def environment_restored(*names: str) -> Iterator[None]:
+    """Put variables that other libraries set while the block runs back to what they were."""
+    held = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in held.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def configure_refit_environment(config: Mapping[str, Any]) -> None:

@@ -336,6 +336,9 @@ def _likely_dtype(config: Mapping[str, Any]) -> torch.dtype:
 def _padded_vocab_size(model_cfg: Any) -> int:
     calculate = import_bridge("megatron.bridge.utils.vocab_utils").calculate_padded_vocab_size
     size: int = calculate(
-        model_cfg.vocab_size, model_cfg.make_vocab_size_divisible_by, model_cfg.tensor_model_parallel_size
+        model_cfg.vocab_size,
+        model_cfg.make_vocab_size_divisible_by,
+        model_cfg.tensor_model_parallel_size,
+        logging_enabled=False,  # (it prints)
     )
     return size

@@ -7,13 +7,14 @@ is answered as on that rank. Nothing here touches a GPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from megasetup.config.environment import environment_restored
 
 # Megatron sets these when a model is built; a plan must not change what a run in this process would do.
 _ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -150,6 +151,18 @@ def _index_in_group(generator: Any, token: str) -> dict[int, int]:
 
 
 @contextmanager
+def _fake_process_groups(store: Any, gpus: int, rank: int) -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=gpus)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
 def pretended_world(sizes: ParallelSizes, rank: int) -> Iterator[None]:
     """Be one rank of a run while the block runs; afterwards there are no process groups again.
 
@@ -165,9 +178,7 @@ def pretended_world(sizes: ParallelSizes, rank: int) -> Iterator[None]:
         raise RuntimeError(
             "this process has process groups already, and a plan pretends others: make it in a process of its own"
         )
-    held = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.gpus)
-    try:
+    with environment_restored(*_ENVIRONMENT), _fake_process_groups(FakeStore(), sizes.gpus, rank):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,
@@ -180,11 +191,3 @@ def pretended_world(sizes: ParallelSizes, rank: int) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-        for name, value in held.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
