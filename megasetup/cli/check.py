@@ -17,6 +17,7 @@ from typing import Any
 
 from megasetup.cli.configs import load, quiet_libraries
 from megasetup.cli.differences import Difference, differences
+from megasetup.cli.flows import optional_flows
 
 # Settings of speed without which nothing else about a run changes, and which Megatron refuses without Transformer
 # Engine: they are left off where it is missing, so that the rest can be checked.
@@ -30,12 +31,14 @@ class ModelCheck:
     Attributes:
         name: its section, "policy" or "value".
         steps: what will happen, in order, as sentences.
+        flows: the optional flows that the config switches on, as sentences.
         facts: what the setup works out, by name.
         settings: by part of the container, the fields that are not at their defaults.
     """
 
     name: str
     steps: list[str] = field(default_factory=list)
+    flows: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, list[Difference]] = field(default_factory=dict)
 
@@ -166,6 +169,7 @@ def _examine_model(
     if not exists:
         # Bridge's validation wants the checkpoint to be there; the run will have made it by then.
         container.checkpoint = _checkpoint(policy, pretrained_path, weights, optimizer)
+    model.flows = optional_flows(policy)
     model.facts = {
         "model": type(runtime.model_cfg).__name__,
         "dtype": str(runtime.dtype).removeprefix("torch."),

@@ -48,6 +48,11 @@ def _show_model(model: ModelCheck, console: Console) -> None:
     for number, step in enumerate(model.steps, start=1):
         console.print(f"  {number}. {escape(step)}", soft_wrap=True)
     console.print()
+    if model.flows:
+        title(console, f"{model.name}: optional flows that are on")
+        for flow in model.flows:
+            console.print(f"  - {escape(flow)}", soft_wrap=True)
+        console.print()
     title(console, f"{model.name}: what the setup works out")
     rows = facts()
     for name, value in model.facts.items():
