@@ -29,6 +29,7 @@ from megasetup.compat.local_layers import (
     local_layer_settings,
     name_as_transformer_engine,
     uses_local_layers,
+    with_extra_states,
 )
 from megasetup.compat.no_gpu import no_gpu
 from megasetup.compat.transformer_engine import is_installed
@@ -91,6 +92,7 @@ def convert(conversion: Conversion, folder: Path, final: Path) -> None:
         settings = _sizes(conversion.sizes) | (local_layer_settings(provider) if local else {})
         if stand_in:
             provider.register_pre_wrap_hook(name_as_transformer_engine)
+            provider.register_pre_wrap_hook(with_extra_states)
         with changed(provider, settings) as put_back, _explained(provider, local, conversion.sizes):
             provider.finalize()
             with parallel_state_of(provider), building_local_layers() if local else contextlib.nullcontext():

@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+
 from megasetup.compat.bridge import import_bridge
 
 # What Megatron's local layers cannot do, or what is fused by Transformer Engine alone.
@@ -113,6 +115,43 @@ def name_as_transformer_engine(model: list[Any]) -> list[Any]:
                     layer.submodules_config, sharded_state_dict_keys_map=names
                 )
     return model
+
+
+def with_extra_states(model: list[Any]) -> list[Any]:
+    """Have the local layers of a model save an empty extra state for every module that Transformer Engine has one for.
+
+    Its norms and its attention keep some, empty without FP8, and a checkpoint without it is refused. Megatron's local
+    linear layers save an empty one already.
+
+    Args:
+        model: the chunks of the model, changed in place: a pre-wrap hook, after `name_as_transformer_engine`.
+    """
+    layers = import_bridge("megatron.core.transformer.transformer_layer").TransformerLayer
+    nothing = import_bridge("megatron.core.transformer.identity_op").IdentityOp
+    for chunk in model:
+        modules = dict(chunk.named_modules())
+        # What Transformer Engine fuses into a linear layer has that layer's state.
+        fused = {
+            f"{name}.{norm}".strip(".")
+            for name, layer in modules.items()
+            if isinstance(layer, layers)
+            for norm in layer.submodules_config.sharded_state_dict_keys_map
+        }
+        for name, module in modules.items():
+            last = name.rpartition(".")[2]
+            if name not in fused and (last.endswith("norm") or last == "core_attention"):
+                kind = type(module)
+                if kind is not nothing and kind.get_extra_state is torch.nn.Module.get_extra_state:
+                    module.__class__ = type(kind.__name__, (_ExtraState, kind), {})
+    return model
+
+
+class _ExtraState:
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None:
+        """There is nothing to set."""
 
 
 def _transformer_engines_names(layer: Any) -> dict[str, str]:

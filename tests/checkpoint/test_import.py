@@ -115,6 +115,11 @@ def test_tensors_have_the_names_of_transformer_engines_layers(kind: str, convert
     assert not norms & fused
     assert not any(".q_layernorm" in name or ".kv_layernorm" in name for name in norms if kind == "latent")
     assert not any(".local_experts." in name for name in names)
+    # Transformer Engine's norms have an extra state each, those that it fuses that of the linear layer.
+    assert "decoder.final_layernorm._extra_state/shard_0_1" in names
+    alone = {name.removesuffix(".weight") for name in norms if name.endswith("norm.weight")}
+    with_state = {name.partition("._extra_state")[0] for name in norms if "_extra_state" in name}
+    assert with_state == alone
 
 
 def test_a_spec_that_bridge_chose_for_this_machine_is_saved_for_others(converted: Converted, tmp_path: Path) -> None:
