@@ -55,8 +55,9 @@ bool HostMemory::touch(size_t begin, size_t end, const std::function<bool()>& in
     volatile char* memory = data_;
     for (size_t at = start; at < end && at < start + kBlockBytes; at += page) memory[at] = 0;
   };
+  // By more workers than converting has: each spends its time in the kernel, clearing a page.
   return Pool::instance().run(static_cast<int64_t>((end - begin + kBlockBytes - 1) / kBlockBytes), touch_block,
-                              interrupted);
+                              interrupted, Use::kReading);
 }
 
 }  // namespace megasetup::cpu

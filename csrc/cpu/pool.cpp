@@ -189,9 +189,10 @@ void Pool::submit(const std::shared_ptr<Batch>& batch, Use use) {
   wake_.notify_all();
 }
 
-bool Pool::run(int64_t blocks, const std::function<void(int64_t)>& run, const std::function<bool()>& interrupted) {
+bool Pool::run(int64_t blocks, const std::function<void(int64_t)>& run, const std::function<bool()>& interrupted,
+               Use use) {
   const auto batch = std::make_shared<Batch>(blocks, run);
-  submit(batch);
+  submit(batch, use);
   bool cancelled = false;
   std::unique_lock lock(mutex_);
   while (!finished_.wait_for(lock, kInterruptPeriod, [&] { return batch->done(); })) {

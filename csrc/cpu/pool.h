@@ -58,7 +58,8 @@ class Pool {
   void submit(const std::shared_ptr<Batch>& batch, Use use = Use::kConverting);
   // Submit and wait, asking `interrupted` now and then; a batch that is interrupted stops handing out blocks.
   // Returns false when it was interrupted. No block runs after this returns.
-  bool run(int64_t blocks, const std::function<void(int64_t)>& run, const std::function<bool()>& interrupted);
+  bool run(int64_t blocks, const std::function<void(int64_t)>& run, const std::function<bool()>& interrupted,
+           Use use = Use::kConverting);
   // Blocks not yet taken are given up. Afterwards wait until done() before freeing what the blocks use.
   static void cancel(Batch& batch);
   // Join the workers. The pool may be used again and starts new ones then.

@@ -9,6 +9,7 @@ at once. It also gets loading repaired, in each object that holds one of ours (t
 - Loading in standard mode asks the checkpoint for "step" and "master_param", which are not in it (KeyError).
 - Two of the four sharding types do not tell the hybrid optimizer that its state was loaded, so that its masters keep
   the values from before.
+Writers of asynchronous checkpoints are given copies of its tensors, as long as it lives (async_save.py).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def _patch() -> None:
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    from megasetup.compat import async_save
     from megasetup.masters.hybrid import PipelinedHybridOptimizer
 
     construct_hybrid = HybridDeviceOptimizer.__init__
@@ -91,6 +93,7 @@ def _patch() -> None:
         construct_distributed(self, *args, **kwargs)
         if isinstance(self.optimizer, PipelinedHybridOptimizer):
             self.optimizer.make()
+            async_save.protect(self.optimizer)
             _repair_loading(self)
 
     _originals.append((HybridDeviceOptimizer, construct_hybrid))

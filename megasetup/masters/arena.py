@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ import torch
 
 from megasetup import host
 from megasetup.kernels import native
+from megasetup.masters.populating import Populating
 
 # Where every tensor begins: a cache line, and the widest vector store.
 ALIGNMENT = 64
@@ -29,9 +31,20 @@ _SLICE_BYTES = 1 << 30
 
 Shape = int | Sequence[int]
 
+# The first byte and the end of every arena's memory, as long as that is there.
+_ranges: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
 
 class ArenaError(RuntimeError):
     """The memory of an arena cannot be had or pinned, or is used up. Nothing of a failed arena stays mapped."""
+
+
+def lies_in_an_arena(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values lie in the memory of an arena now."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    address = tensor.data_ptr()
+    return any(first <= address < end for first, end in list(_ranges.values()))
 
 
 def _elements(shape: Shape) -> int:
@@ -120,22 +133,53 @@ class PinnedArena:
         self._nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._used = 0
         self._pinned = False
+        self._for_gpu = False
+        self._address = 0
         self._memory: Any = None
         if not self._nbytes:
             return
         _check_room(self._nbytes, self._nbytes)
         gpu = _gpu(device)
         self._memory = self._mapped(gpu, touch=touch or pin)
-        if gpu is not None and pin:
-            try:
-                self._memory.pin()
-                self._pinned = True
-            except RuntimeError as error:
-                message = self._pinning_problem(error)
-                if on_failure == "raise":
-                    self._memory = None
-                    raise ArenaError(message) from error
-                warnings.warn(f"copies to and from the arena are slower: {message}", RuntimeWarning, stacklevel=2)
+        self._for_gpu = gpu is not None
+        self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        _ranges[self._memory] = (self._address, self._address + self._nbytes)
+        if not pin:
+            return
+        try:
+            self.pin()
+        except ArenaError as error:
+            if on_failure == "raise":
+                self._memory = None
+                raise
+            warnings.warn(f"copies to and from the arena are slower: {error}", RuntimeWarning, stacklevel=2)
+
+    def pin(self) -> None:
+        """Pin memory that was made unpinned; nothing where there is no GPU for it.
+
+        Raises:
+            ArenaError: the driver refuses. The memory stays as it was.
+        """
+        if self._pinned or not self._for_gpu:
+            return
+        try:
+            self._memory.pin()
+        except RuntimeError as error:
+            raise ArenaError(self._pinning_problem(error)) from error
+        self._pinned = True
+
+    def populate(self) -> Populating:
+        """Start to have all pages there, in the background, as many as are not there yet.
+
+        What is free is looked at on the way, as when the arena itself touches them; wait() raises ArenaError then.
+        """
+        return Populating(
+            self._memory,
+            self._address,
+            self._nbytes,
+            threads=native.get_num_reading_threads(),
+            check=lambda missing: _check_room(missing, self._nbytes),
+        )
 
     def _mapped(self, gpu: torch.device | None, *, touch: bool) -> Any:
         memory: Any = None

@@ -16,12 +16,15 @@ Faults of the stock class in megatron-core 0.19 that are not repeated here:
 - A load that fails leaves the param groups as they were.
 - A parameter without a gradient is not stepped (it is stepped again from its last gradient).
 - After a load the GPU optimizer goes on counting its steps (it is set back to the loaded count before every step).
+- Tensors that an asynchronous checkpoint's writer moved into shared memory are brought back before the next step (they
+  stay unpinned, and are written while they are stepped; compat/async_save.py hands the writer copies).
 - The GPU optimizer waits for the FP32 gradients that it reads (with overlap they are made on another stream).
 - Shards of natively FP32 parameters may be made while gradients are enabled ("can't optimize a non-leaf Tensor").
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,10 +35,10 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 
 from megasetup import kernels
 from megasetup.masters import hybrid_buckets, hybrid_memory
-from megasetup.masters.arena import PinnedArena
 from megasetup.masters.hybrid_slices import MOMENTS, SlicedMaster
 from megasetup.masters.hybrid_traffic import Bucket, HostLane, Lane, Row, WireLane, can_be_cut, gradient_of
 
+_logger = logging.getLogger("megasetup")
 _CPU = torch.device("cpu")
 # What the stock constructor sets and ours sets when the host side is made.
 _MADE_WITH_THE_HOST_SIDE = frozenset(
@@ -53,9 +56,11 @@ _MADE_WITH_THE_HOST_SIDE = frozenset(
         "cpu_copy_map_grad",
         "_arenas",
         "_buckets",
+        "_homes",
         "_lanes",
         "_sliced",
         "_moments",
+        "_populating",
         "_used_moments",
         "_d2h_stream",
         "_h2d_stream",
@@ -70,7 +75,7 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
     stock class means to.
 
     Raises:
-        ArenaError: (when the host side is made) the host memory cannot be had or pinned.
+        ArenaError: (when the host side is made, or at the first step) the host memory cannot be had or pinned.
     """
 
     # Elements; a benchmark may try others.
@@ -79,6 +84,7 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
     # Buckets whose gradients are on their way while one is stepped. The wire is three times as fast as the CPU's Adam,
     # and each takes a buffer, all of which should stay in the processor's last cache.
     buckets_ahead: ClassVar[int] = 2
+    _has_told = False
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         params = list(params)
@@ -117,6 +123,7 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
             ArenaError: the host memory cannot be had or pinned.
         """
         if self.is_made:  # let the old memory go first
+            self._populating.stop()
             for name in _MADE_WITH_THE_HOST_SIDE:
                 self.__dict__.pop(name, None)
         self.__dict__.update(_made(self))
@@ -137,6 +144,7 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
                 self._give(bucket, gradients)
 
         with torch.no_grad():
+            self._bring_back()
             sliced = self._begin_slices()
             for lane in lanes:
                 lane.begin()
@@ -146,6 +154,7 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
                     fetch_next()
             if self.gpu_optimizer is not None:
                 self._step_on_gpu(closure)
+            self._populating.wait()
             for bucket in buckets:
                 with torch.no_grad():
                     fetch_next()
@@ -168,6 +177,20 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
             for one in sliced:
                 one.end()
         self._sync_sub_optimizers_state_to_hdo()
+
+    def _bring_back(self) -> None:
+        """Bring masters and moments back that were moved since the last step: buckets step and send what lies there."""
+        left = [home for home in self._homes if home.is_left]
+        for home in left:
+            home.bring_back()
+        if left and not self._has_told:
+            self._has_told = True
+            _logger.warning(
+                "%d masters and moments of the CPU optimizer had been moved out of their memory and were brought back, "
+                "which takes time and memory whenever it happens: torch.multiprocessing moves what it sends to shared "
+                "memory; send clones",
+                len(left),
+            )
 
     def _begin_slices(self) -> list[SlicedMaster]:
         """Prepare those sliced masters that have a gradient."""
@@ -418,11 +441,13 @@ def _made(hybrid: PipelinedHybridOptimizer) -> dict[str, Any]:
         "cpu_optimizers": list(dict.fromkeys(bucket.optimizer for bucket in buckets)),
         "gpu_optimizer": hybrid.gpu_optimizer_cls(groups[1]) if groups[1] else None,
         "cpu_copy_map_grad": {},
-        "_arenas": made.arenas,
+        "_arenas": made.memory.arenas,
         "_buckets": buckets,
+        "_homes": made.memory.homes,
         "_lanes": lanes,
         "_sliced": {bucket.rows[0].param: bucket.sliced for bucket in buckets if bucket.sliced is not None},
         "_moments": made.moments,
+        "_populating": made.memory.populating,
         "_used_moments": set(),
         "_d2h_stream": wires[0].to_host if wires else None,
         "_h2d_stream": wires[0].to_device if wires else None,
@@ -465,7 +490,7 @@ class _Made(NamedTuple):
 
     buckets: list[Bucket]
     moments: dict[torch.Tensor, dict[str, torch.Tensor]]
-    arenas: tuple[PinnedArena, ...]
+    memory: hybrid_memory.HostMemory
 
 
 def _runs(hybrid: PipelinedHybridOptimizer, holders: Sequence[Sequence[_OnHost]]) -> list[_Run]:
@@ -575,7 +600,7 @@ def _make_buckets(hybrid: PipelinedHybridOptimizer, on_host: Sequence[_OnHost]) 
         if states
         for master, *held in zip(masters.tensors, *(state.tensors for state in states), strict=True)
     }
-    return _Made(buckets, moments, memory.arenas)
+    return _Made(buckets, moments, memory)
 
 
 def _sliced(

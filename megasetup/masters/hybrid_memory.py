@@ -3,8 +3,11 @@
 A gradient is needed until its bucket has been stepped, so that a ring of buffers serves all buckets: a few of them
 instead of 4 bytes an element, which would have to be pinned, and short enough to stay in the processor's last cache.
 
-The first arena is touched by all workers when the optimizer is made; the moments' pages are found by the threads of the
-first step, each of which then has in its cache what the kernel has just cleared.
+The first arena is touched by all workers when the optimizer is made. The moments, twice as much, are populated in the
+background from when the driver starts to pin, which it does with one thread, and the first step waits for the rest.
+
+Tensors can leave an arena: torch.multiprocessing moves what it sends into shared memory, in place. So each knows its
+home, and is brought back before a step.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from megasetup.masters.arena import PinnedArena
+from megasetup.masters.arena import ArenaError, PinnedArena
 from megasetup.masters.hybrid_buckets import Places, place
 from megasetup.masters.hybrid_slices import MOMENTS
+from megasetup.masters.populating import Populating
 
 
 class Demand(NamedTuple):
@@ -38,6 +42,26 @@ class Cut(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
+class Home(NamedTuple):
+    """Where a tensor belongs: its elements are those of `flat` from `start` on, and begin at `address`."""
+
+    tensor: torch.Tensor
+    address: int
+    flat: torch.Tensor
+    start: int
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the tensor's values lie elsewhere."""
+        return self.tensor.data_ptr() != self.address
+
+    def bring_back(self) -> None:
+        """Have the tensor lie here, with the values that it has."""
+        place = _own_storage(self.flat, self.start, self.tensor.shape)
+        place.copy_(self.tensor)
+        self.tensor.data = place
+
+
 class HostMemory(NamedTuple):
     """What was allocated.
 
@@ -46,26 +70,42 @@ class HostMemory(NamedTuple):
         moments: one a demand and moment; empty where the CPU optimizer has none.
         ring: buffers of bytes, through which the gradients pass.
         arenas: what all of it lies in.
+        populating: what has the moments' pages be there.
     """
 
     masters: list[Cut]
     moments: list[tuple[Cut, ...]]
     ring: list[torch.Tensor]
     arenas: tuple[PinnedArena, ...]
+    populating: Populating
+
+    @property
+    def homes(self) -> list[Home]:
+        """Of all masters and moments."""
+        cuts = [*self.masters, *(cut for cuts in self.moments for cut in cuts)]
+        return [
+            Home(tensor, tensor.data_ptr(), cut.flat, (tensor.data_ptr() - cut.flat.data_ptr()) // tensor.itemsize)
+            for cut in cuts
+            for tensor in cut.tensors
+            if tensor.numel()
+        ]
+
+
+def _own_storage(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
+    """A part of flat memory as a tensor with a storage of its own, over its own bytes.
+
+    Whoever saves one tensor with its storage must not take the whole bucket along, and whoever moves one tensor's
+    storage must leave the bucket's where it is.
+    """
+    whole: torch.Tensor = from_dlpack(to_dlpack(flat[start : start + shape.numel()].view(shape)))
+    return whole
 
 
 def _cut(arena: PinnedArena, demand: Demand) -> Cut:
     starts, elements = demand.places
     flat = arena.empty(elements, demand.dtype)
-    # By DLPack each gets a storage of its own over its own bytes: whoever saves or copies one of them with its storage
-    # must not take the whole bucket along.
-    return Cut(
-        flat,
-        tuple(
-            from_dlpack(to_dlpack(flat[start : start + shape.numel()].view(shape)))
-            for start, shape in zip(starts, demand.shapes, strict=True)
-        ),
-    )
+    tensors = [_own_storage(flat, start, shape) for start, shape in zip(starts, demand.shapes, strict=True)]
+    return Cut(flat, tuple(tensors))
 
 
 def _sizes(demands: Sequence[Demand]) -> list[tuple[int, torch.dtype]]:
@@ -95,21 +135,29 @@ def allocate(
     """
     masters, buffers = _sizes(demands), [(nbytes, torch.uint8) for nbytes in ring]
     if pin_masters == pin_grads:
-        of_masters = of_grads = PinnedArena(
-            PinnedArena.nbytes_for([*masters, *buffers]), device=device, pin=pin_masters
-        )
+        of_masters = of_grads = PinnedArena(PinnedArena.nbytes_for([*masters, *buffers]), device=device, pin=False)
     else:
-        of_masters = PinnedArena(PinnedArena.nbytes_for(masters), device=device, pin=pin_masters)
-        of_grads = PinnedArena(PinnedArena.nbytes_for(buffers), device=device, pin=pin_grads)
+        of_masters = PinnedArena(PinnedArena.nbytes_for(masters), device=device, pin=False)
+        of_grads = PinnedArena(PinnedArena.nbytes_for(buffers), device=device, pin=False)
     of_moments = PinnedArena(
         PinnedArena.nbytes_for([size for size in masters for _ in MOMENTS]) if moments else 0,
         device=device,
         pin=False,
         touch=False,
     )
+    populating = of_moments.populate()
+    try:
+        for arena, pin in ((of_masters, pin_masters), (of_grads, pin_grads)):
+            if pin:
+                arena.pin()
+    except ArenaError:
+        populating.stop()
+        del of_masters, of_grads, of_moments, arena  # the traceback would keep them mapped
+        raise
     return HostMemory(
         [_cut(of_masters, demand) for demand in demands],
         [tuple(_cut(of_moments, demand) for _ in MOMENTS) if moments else () for demand in demands],
         [of_grads.empty(nbytes, torch.uint8) for nbytes in ring],
         (of_masters, of_moments) if of_masters is of_grads else (of_masters, of_grads, of_moments),
+        populating,
     )

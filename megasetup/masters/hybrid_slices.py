@@ -11,7 +11,6 @@ slices, whose moments are views of that state's.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +38,6 @@ class SlicedMaster:
         self._slices = {first: (last, master[first:last]) for first, last in ranges}
         kind: Callable[..., torch.optim.Optimizer] = type(optimizer)
         self._stepper = kind([{**optimizer.param_groups[0], "params": [master[:0]]}])
-        self._moments: list[torch.Tensor] = []
 
     def slice_at(self, first: int) -> torch.Tensor:
         """The slice that begins at this element."""
@@ -50,9 +48,9 @@ class SlicedMaster:
         settings = self.optimizer.param_groups[0]
         self._stepper.param_groups[0].update({key: value for key, value in settings.items() if key != "params"})
         entry: dict[str, Any] = self.optimizer.state[self._whole]
-        moments = [entry[name] for name in MOMENTS]
-        if not self._moments or any(map(operator.is_not, moments, self._moments)):
-            self._moments = moments
+        held = self._stepper.state.get(self.slice_at(0), {})
+        # Compared by where they lie: whoever moves the whole moment's storage has taken these views along.
+        if not held or any(held[name].data_ptr() != entry[name].data_ptr() for name in MOMENTS):
             for first, (last, piece) in self._slices.items():
                 views = {name: entry[name].view(-1)[first:last] for name in MOMENTS}
                 self._stepper.state[piece] = {"step": entry["step"].clone(), **views}

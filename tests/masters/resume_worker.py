@@ -1,7 +1,8 @@
 """One process of a resume test: trains ten steps, or five and saves a checkpoint, or loads it and trains five more.
 
-Arguments: "ten", "five" or "five more"; the mode; the sharding type of the optimizer's checkpoint; a folder; this rank
-and the number of ranks. What was reached is written to the folder as "<what>-<rank>.pt".
+Arguments: "ten", "five" or "five more"; the mode; the sharding type of the optimizer's checkpoint; who writes it:
+"this" process, or a "temporary" or "persistent" one of Megatron's; a folder; this rank; the number of ranks. What was
+reached is written to the folder as "<what>-<rank>.pt". While another process writes, this one takes another step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from real_megatron import build, parallel_state_of, train
 
 
@@ -43,7 +45,23 @@ def sharded(chunk: Any, optimizer: Any, sharding: str, *, is_loading: bool) -> d
     }
 
 
-def run(what: str, mode: str, sharding: str, folder: Path, rank: int, *, has_expert: bool) -> dict[str, torch.Tensor]:
+def save(chunk: Any, optimizer: Any, sharding: str, writer: str, checkpoint: Path) -> AsyncCallsQueue | None:
+    """The queue with the save that is under way, if another process writes."""
+    checkpoint.mkdir(exist_ok=True)
+    state = sharded(chunk, optimizer, sharding, is_loading=False)
+    if writer == "this":
+        dist_checkpointing.save(state, str(checkpoint))
+        return None
+    queue = AsyncCallsQueue(persistent=writer == "persistent")
+    queue.schedule_async_request(
+        dist_checkpointing.save(state, str(checkpoint), async_sharded_save=True, async_strategy="mcore")
+    )
+    return queue
+
+
+def run(
+    what: str, mode: str, sharding: str, writer: str, folder: Path, rank: int, *, has_expert: bool
+) -> dict[str, torch.Tensor]:
     # Another initialisation in the process that loads, so that nothing is right by chance.
     torch.manual_seed(7 if what == "five more" else 3)
     chunk, optimizer = build(
@@ -58,18 +76,22 @@ def run(what: str, mode: str, sharding: str, folder: Path, rank: int, *, has_exp
         train(chunk, optimizer, 5, first=5, seed=rank)
         return reached(chunk, optimizer)
     train(chunk, optimizer, 10 if what == "ten" else 5, seed=rank)
-    if what == "five":
-        checkpoint.mkdir(exist_ok=True)
-        dist_checkpointing.save(sharded(chunk, optimizer, sharding, is_loading=False), str(checkpoint))
-    return reached(chunk, optimizer)
+    found = reached(chunk, optimizer)
+    if what == "five" and (queue := save(chunk, optimizer, sharding, writer, checkpoint)) is not None:
+        train(chunk, optimizer, 1, first=20, seed=rank)
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        clones = [clone for part in optimizer.chained_optimizers for clone in part.optimizer.cpu_copys_map_gpu_param]
+        found["pinned"] = torch.tensor([clone.is_pinned() for clone in clones])
+    return found
 
 
 def main() -> None:
-    what, mode, sharding, folder = sys.argv[1:5]
-    rank, ranks = map(int, sys.argv[5:])
+    what, mode, sharding, writer, folder = sys.argv[1:6]
+    rank, ranks = map(int, sys.argv[6:])
     store = dist.FileStore(str(Path(folder) / f"store-{what}"), ranks)
     with parallel_state_of(rank, ranks, store, expert_parallel=ranks):
-        found = run(what, mode, sharding, Path(folder), rank, has_expert=ranks > 1)
+        found = run(what, mode, sharding, writer, Path(folder), rank, has_expert=ranks > 1)
         torch.save(found, Path(folder) / f"{what}-{rank}.pt")
         dist.barrier()
 

@@ -210,13 +210,13 @@ class TestFaultsOfTheStockClass:
             assert {clone.is_pinned() for clone in clones} == {fast and native_status().gpu}
 
 
-def resume(folder: Path, mode: str, sharding: str, ranks: int) -> None:
+def resume(folder: Path, mode: str, sharding: str, ranks: int, writer: str = "this") -> None:
     """Ten steps, and five, a checkpoint, a new process and five more; each part in processes of its own."""
     worker = str(Path(__file__).with_name("resume_worker.py"))
     for at_once in (("ten", "five"), ("five more",)):
         processes = [
             subprocess.Popen(
-                [sys.executable, worker, what, mode, sharding, str(folder), str(rank), str(ranks)],
+                [sys.executable, worker, what, mode, sharding, writer, str(folder), str(rank), str(ranks)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -240,6 +240,20 @@ MODES = pytest.mark.parametrize("mode", ["standard", "precision-aware"])
 @MODES
 def test_resume_is_exact(mode: str, sharding: str, tmp_path: Path) -> None:
     resume(tmp_path, mode, sharding, 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sharding", "writer"),
+    [
+        ("precision-aware", "fully_sharded_model_space", "temporary"),
+        ("standard", "dp_reshardable", "persistent"),
+    ],
+)
+def test_resume_from_an_asynchronous_save(mode: str, sharding: str, writer: str, tmp_path: Path) -> None:
+    resume(tmp_path, mode, sharding, 1, writer)
+    pinned = torch.load(tmp_path / "five-0.pt")["pinned"]
+    assert len(pinned) > 0
+    assert pinned.all() == native_status().gpu
 
 
 @pytest.mark.multigpu

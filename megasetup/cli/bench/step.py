@@ -81,7 +81,9 @@ def measure(options: Options, progress: Steps) -> dict[str, Any]:
         ours["made_times_faster"] = stock["made_seconds"] / ours["made_seconds"]
         if options.steps:
             ours["step_times_faster"] = stock["later_step_seconds"] / ours["later_step_seconds"]
-        ours["same_bits"] = stock.pop("digest") == ours.pop("digest")
+        theirs, own = stock.pop("digest"), ours.pop("digest")
+        ours["different"] = sorted(name for name in theirs.keys() | own.keys() if theirs.get(name) != own.get(name))
+        ours["same_bits"] = not ours["different"]
         results += [stock, ours]
     return {
         "shapes": options.shapes.name,

@@ -140,19 +140,22 @@ def _pinned_bytes(hybrid: Any) -> int:
 _DIGEST_BYTES = 1 << 26
 
 
-def _digest(chunk: Any, hybrid: Any) -> list[int]:
+def _digest(chunk: Any, hybrid: Any) -> dict[str, list[int]]:
     """Checksums of the model's weights, of the clones and of their moments, piece by piece, the same for both ways."""
-    tensors = list(chunk.parameters())
-    for param in [param for group in hybrid.param_groups for param in group["params"]]:
+    tensors = {f"weight {name}": weight for name, weight in chunk.named_parameters()}
+    for index, param in enumerate(param for group in hybrid.param_groups for param in group["params"]):
         state = hybrid.state[param]
-        tensors.append(hybrid.param_to_inner_param[param])
-        tensors += [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
+        tensors[f"clone {index}"] = hybrid.param_to_inner_param[param]
+        tensors |= {f"{name} {index}": state[name] for name in ("exp_avg", "exp_avg_sq") if name in state}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        sums = []
-        for tensor in tensors:
-            flat = tensor.detach().reshape(-1).view(torch.uint8)
-            sums += [pool.submit(_checksum, piece) for piece in flat.split(_DIGEST_BYTES)]
-        return [future.result() for future in sums]
+        sums = {
+            name: [
+                pool.submit(_checksum, piece)
+                for piece in tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)
+            ]
+            for name, tensor in tensors.items()
+        }
+        return {name: [future.result() for future in of_one] for name, of_one in sums.items()}
 
 
 def _checksum(piece: torch.Tensor) -> int:
