@@ -156,10 +156,10 @@ class LogitsKeys(TypedDict, total=False):
         Key(
             "Computes log-probabilities from hidden states without whole logits; excludes context parallelism and "
             "overlap_param_gather.",
-            "a hook on the model; the trainer's forward pass",
+            "linear_logprobs_of, for the trainer's forward pass",
             "false",
         ),
     ]
     fused_linear_logprobs_chunk_size: Annotated[
-        Size | None, Key("Tokens in each of its chunks.", "the fused kernel's chunk size", "the kernel's own")
+        Size | None, Key("Tokens in each of its chunks.", "linear_logprobs_of", "1024")
     ]

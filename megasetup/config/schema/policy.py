@@ -158,7 +158,10 @@ class RouterReplayConfig(TypedDict, total=False):
     enabled: Required[
         Annotated[
             bool,
-            Key("Routes tokens in training as generation routed them.", "provider.moe_enable_routing_replay"),
+            Key(
+                "Routes tokens in training as generation by vLLM routed them; excludes virtual pipeline stages.",
+                "provider.moe_enable_routing_replay",
+            ),
         ]
     ]
 
