@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megasetup import host, kernels
 from megasetup.cli import machine
-from megasetup.cli.console import facts, gigabytes, title
+from megasetup.cli.console import amount, facts, gigabytes, title
 from megasetup.cli.wire import measure_wire
 
 _WIRE_BYTES = 256_000_000
@@ -221,6 +221,20 @@ def _gpus_table(found: dict[str, Any]) -> Any:
     return rows
 
 
+# Of an offloaded element: Adam's moments and the clone, which is pinned.
+_OFFLOADED_BYTES, _PINNED_BYTES = 12, 4
+
+
+def _offload(memory: dict[str, Any]) -> str:
+    """How many elements of an optimizer the free memory holds, and whether their clones may be pinned."""
+    elements = memory["usable"] / _OFFLOADED_BYTES
+    text = f"room for {amount(int(elements))} elements, {_OFFLOADED_BYTES} bytes each, {_PINNED_BYTES} of them pinned"
+    lock = memory["lock_limit"]
+    if lock is not None and lock < _PINNED_BYTES * elements:
+        text += f"; the locked-memory limit, where the driver counts, allows {amount(lock // _PINNED_BYTES)}"
+    return text
+
+
 def _host_table(found: dict[str, Any]) -> Any:
     rows, memory = facts(), found["memory"]
     quota = f", quota {found['processor_quota']:g}" if found["processor_quota"] else ""
@@ -232,6 +246,7 @@ def _host_table(found: dict[str, Any]) -> Any:
     rows.add_row("container memory limit", in_use)
     lock = memory["lock_limit"]
     rows.add_row("locked-memory limit", "unlimited" if lock is None else gigabytes(lock))
+    rows.add_row("offloaded optimizer", _offload(memory))
     rows.add_row("huge pages", found["huge_pages"] or "unknown")
     return rows
 

@@ -81,9 +81,7 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
     # Elements; a benchmark may try others.
     bucket_elements: ClassVar[int] = hybrid_buckets.BUCKET_ELEMENTS
     chunk_elements: ClassVar[int] = hybrid_buckets.CHUNK_ELEMENTS
-    # Buckets whose gradients are on their way while one is stepped. The wire is three times as fast as the CPU's Adam,
-    # and each takes a buffer, all of which should stay in the processor's last cache.
-    buckets_ahead: ClassVar[int] = 2
+    buckets_ahead: ClassVar[int] = hybrid_buckets.BUCKETS_AHEAD
     _has_told = False
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,8 +6,9 @@ GPU shard; the hybrid optimizer keeps FP32 working copies, on the host for offlo
 others, and takes no notice of exp_avg_dtype. Precision-aware without offload: the fused GPU optimizer holds masters and
 moments in the dtypes that OptimizerConfig names.
 
-The hybrid optimizer is ours, which pins exactly what it needs, unless the config wants Megatron's own. That one asks
-torch for each pinned tensor, in a block of the next power of two, and pins no clone in precision-aware mode.
+The hybrid optimizer is ours, which pins exactly what it needs and has gradients pass through a few short buffers,
+unless the config wants Megatron's own. That one has a buffer for each gradient, asks torch for each pinned tensor, in a
+block of the next power of two, and pins no clone in precision-aware mode.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from megasetup.masters.hybrid_buckets import ring_elements
 from megasetup.planning.buffers import Owned, StageBuffers
 
 Where = Literal["GPU", "host, pinned", "host"]
@@ -128,9 +130,11 @@ def optimizer_items(owned: Owned, settings: OptimizerMemory) -> list[Item]:
         offloaded = elements[on_cpu]
         # (in precision-aware mode Megatron's own pins 16-bit clones, and then widens them into pageable memory)
         pinned = settings.pin_parameters and (settings.fast_hybrid or not settings.precision_aware)
+        # (ours has all gradients pass through a few buffers)
+        buffers = torch.tensor([ring_elements(int(offloaded.sum()))]) if settings.fast_hybrid else offloaded
         items += [
             _on_host("clones", offloaded, pinned, settings),
-            _on_host("gradient buffers", offloaded, settings.pin_gradients, settings),
+            _on_host("gradient buffers", buffers, settings.pin_gradients, settings),
             Item("moments", "host", int(offloaded.sum()) * sum(moments)),
         ]
     return items

@@ -35,6 +35,15 @@ def test_without_a_gpu_it_says_so_and_succeeds(found, megasetup):
     assert "none that torch can use" in printed
     assert "What to do" in printed
     assert "right, for all 65,536 BF16 patterns" in printed
+    assert "room for" in printed
+
+
+def test_elements_of_an_offloaded_optimizer():
+    assert doctor._offload({"usable": 24e9, "lock_limit": None}) == (
+        "room for 2.00 B elements, 12 bytes each, 4 of them pinned"
+    )
+    assert doctor._offload({"usable": 24e9, "lock_limit": 8_000_000_000}).endswith("4 of them pinned")
+    assert doctor._offload({"usable": 24e9, "lock_limit": 8_000_000}).endswith("where the driver counts, allows 2.0 M")
 
 
 def test_local_ranks_come_from_the_launcher(megasetup, monkeypatch):

@@ -89,6 +89,13 @@ def test_half_offloaded_precision_aware_keeps_working_copies_of_the_rest():
     }
 
 
+def test_gradients_pass_through_a_few_buffers():
+    owned = owned_of(buffer_of([1024, 1 << 26]), fraction=1.0)
+    items = _of(optimizer_items(owned, _memory(fraction=1.0)))
+    assert items["clones", "host, pinned"] == 4 * ((1 << 26) + 1024)
+    assert items["gradient buffers", "host, pinned"] == 3 * (1 << 24) * 4
+
+
 def test_megatron_s_own_hybrid_optimizer_pins_powers_of_two():
     owned = owned_of(buffer_of([1000, 2048]), fraction=1.0)
     assert _of(optimizer_items(owned, _memory(fraction=1.0, fast_hybrid=False))) == {
