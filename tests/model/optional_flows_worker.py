@@ -1,7 +1,7 @@
 """Routing replay and fused log-probabilities in a model that the setup has built.
 
-python optional_flows_worker.py FOLDER: FOLDER holds moe/, a Hugging Face model. Prints "all as told" at the end; anything
-else ends with a traceback.
+python optional_flows_worker.py FOLDER: FOLDER holds moe/, a Hugging Face model. Prints "all as told" at the end;
+anything else ends with a traceback.
 """
 
 from __future__ import annotations
