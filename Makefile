@@ -33,7 +33,7 @@ $(VENV)/.lint: $(VENV)/.requirements requirements/lint.txt
 
 setup: $(VENV)/.built ## .venv with everything, and the compiled module
 
-demo: $(VENV)/.built ## a small model from disk: stale copies found, refreshed, audited, compared with today's way
+demo: $(VENV)/.built ## small models imported, checked, planned, trained (with a GPU), their FP32 copies found stale and repaired
 	$(RUN) -m megasetup demo
 
 test: $(VENV)/.built ## the tests; those marked gpu are skipped where there is no GPU

@@ -323,10 +323,10 @@ def export(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the model and for what was found.")] = Path("demo-output"),
+    out: Annotated[Path, typer.Option(help="Folder for the models and for what was found.")] = Path("demo-output"),
     device: _Device = None,
 ) -> None:
-    """Show stale copies found, refreshed, audited and repaired on a small real model."""
+    """Small real models imported, checked, planned, trained (on a GPU); stale copies found, refreshed, repaired."""
     with _messages() as console:
         from megasetup.cli.bench.command import resolve_device
         from megasetup.cli.demo.command import run
