@@ -85,6 +85,7 @@ def _patch() -> None:
         if type(self) is HybridDeviceOptimizer:
             self.__class__ = PipelinedHybridOptimizer
             PipelinedHybridOptimizer.__init__(self, *args, **kwargs)
+            async_save.protect(self)
         else:
             construct_hybrid(self, *args, **kwargs)
 
@@ -93,7 +94,6 @@ def _patch() -> None:
         construct_distributed(self, *args, **kwargs)
         if isinstance(self.optimizer, PipelinedHybridOptimizer):
             self.optimizer.make()
-            async_save.protect(self.optimizer)
             _repair_loading(self)
 
     _originals.append((HybridDeviceOptimizer, construct_hybrid))

@@ -43,7 +43,10 @@ def lies_in_an_arena(tensor: torch.Tensor) -> bool:
     """Whether the tensor's values lie in the memory of an arena now."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
-    address = tensor.data_ptr()
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a tensor subclass without memory of its own
+        return False
     return any(first <= address < end for first, end in list(_ranges.values()))
 
 

@@ -16,10 +16,10 @@ from typing import Any
 # Linux 5.14. Where it is refused nothing is lost: the pages come when they are used.
 _POPULATE_WRITE = 23
 
-# What one call populates: whole huge pages, and short, because a call keeps the kernel from mapping anything else.
-_BLOCK_BYTES = 8 << 20
+# What one call populates: whole huge pages, and short, because the kernel maps nothing else during a call.
+_BLOCK_BYTES = 4 << 20
 # Between two looks at what is free.
-_BLOCKS_BETWEEN_CHECKS = 128
+_BLOCKS_BETWEEN_CHECKS = 256
 
 
 class Populating:
@@ -57,10 +57,15 @@ class Populating:
                 threading.Thread(target=self._work, args=(libc.madvise,), name="megasetup-populating", daemon=True)
                 for _ in range(threads)
             ]
+            # All begin at once: to start a thread memory is mapped, which would wait for the calls of those that are at
+            # work, and hold up their next ones.
+            self._started = threading.Barrier(threads + 1)
             for thread in self._threads:
                 thread.start()
+            self._started.wait()
 
     def _work(self, madvise: Any) -> None:
+        self._started.wait()
         while not self._over.is_set():
             block = next(self._blocks)
             first = max(block * _BLOCK_BYTES, self._first)

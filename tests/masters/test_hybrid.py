@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from megasetup.compat import hybrid_optimizer
+from megasetup.compat import async_save, hybrid_optimizer
 from megasetup.masters import hybrid_buckets
 from megasetup.masters.hybrid import PipelinedHybridOptimizer
 
@@ -241,6 +241,13 @@ class TestInstaller:
             assert type(self.made()) is PipelinedHybridOptimizer
         assert not hybrid_optimizer.is_installed()
         assert HybridDeviceOptimizer.__init__ is stock
+
+    def test_asynchronous_saves_copy_while_one_lives(self) -> None:
+        with hybrid_optimizer.fast_hybrid_optimizer():
+            made = self.made()
+        assert async_save.is_protecting()
+        assert hybrid_optimizer.is_installed() is False
+        del made
 
     def test_it_is_taken_out_after_an_error(self) -> None:
         with pytest.raises(KeyError), hybrid_optimizer.fast_hybrid_optimizer():

@@ -149,6 +149,20 @@ def test_the_masters_are_read_and_refreshed(precision_aware: bool) -> None:
         assert_exact(optimizer.chained_optimizers[0])
 
 
+@pytest.mark.usefixtures("_small_buckets")
+@BOTH_MODES
+def test_what_was_moved_comes_back_into_pinned_memory(precision_aware: bool) -> None:
+    stock, ours = both(3, precision_aware=precision_aware, fraction=1.0)
+    clones = list(hybrid_of(ours[1]).cpu_copys_map_gpu_param)
+    for clone in clones:
+        clone.share_memory_()
+    assert not any(clone.is_pinned() for clone in clones)
+    for pair in (stock, ours):
+        train(*pair, 2, first=3)
+    assert_same(everything(*ours), everything(*stock))
+    assert {clone.is_pinned() for clone in clones} == {native_status().gpu}
+
+
 class TestFaultsOfTheStockClass:
     def pair_of_states(self, fast: bool, **settings: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
         chunk, optimizer = build(fast=fast, **settings)
