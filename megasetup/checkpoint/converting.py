@@ -35,6 +35,9 @@ from megasetup.compat.no_gpu import no_gpu
 from megasetup.compat.transformer_engine import is_installed
 from megasetup.compat.write_queue import plain_write_queue
 
+# What only training needs, and some machines cannot build.
+_WITHOUT_GRADIENTS: dict[str, Any] = {"gradient_accumulation_fusion": False}
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -89,7 +92,7 @@ def convert(conversion: Conversion, folder: Path, final: Path) -> None:
         local = not uses_gpu() or not is_installed()
         # Local layers that the caller asks for are what the checkpoint is for; others only stand in.
         stand_in = local and (conversion.transformer_layer_spec is None or not uses_local_layers(provider))
-        settings = _sizes(conversion.sizes) | (local_layer_settings(provider) if local else {})
+        settings = _WITHOUT_GRADIENTS | _sizes(conversion.sizes) | (local_layer_settings(provider) if local else {})
         if stand_in:
             provider.register_pre_wrap_hook(name_as_transformer_engine)
             provider.register_pre_wrap_hook(with_extra_states)

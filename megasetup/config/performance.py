@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from megasetup.compat.gradient_fusion import without_missing_gradient_fusion
 from megasetup.config.environment import clear_attention_environment
 from megasetup.config.errors import (
     MISSING,
@@ -93,6 +94,8 @@ def apply_performance_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
             ConfigAssertionError,
         )
     set_fields(model_cfg, megatron, FIELDS, MEGATRON, problems)
+    if "gradient_accumulation_fusion" not in megatron:
+        without_missing_gradient_fusion(model_cfg)
     if "transformer_impl" in megatron:
         _choose_layer_spec(model_cfg, megatron["transformer_impl"])
     with problems.collect():

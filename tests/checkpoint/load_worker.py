@@ -19,7 +19,10 @@ from megasetup.compat.bridge import import_bridge
 
 def _load(checkpoint: str, model: str, out: str) -> None:
     bridge = import_bridge().AutoBridge.from_hf_pretrained(model)
-    loaded = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
+    # (Bridge's default for the fusion cannot be built without APEX)
+    loaded = bridge.load_megatron_model(
+        checkpoint, mp_overrides={"gradient_accumulation_fusion": False}, wrap_with_ddp=False
+    )
     kinds = {type(module).__name__ for chunk in loaded for module in chunk.modules()}
     print("LAYERS", checkpoint, sorted(kind for kind in kinds if kind.startswith("TE")), flush=True)
     print("DEVICE", {str(parameter.device) for chunk in loaded for parameter in chunk.parameters()}, flush=True)
