@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megasetup.compat.bridge import import_bridge
+from megasetup.compat.gradient_fusion import without_missing_gradient_fusion
 from megasetup.planning import RunPlan, plan_run
 from megasetup.planning.memory import STAGING_PINNED
 
@@ -79,6 +80,7 @@ def provider_of(settings: dict[str, Any]) -> Any:
             load_weights=False
         )
     provider.bf16, provider.params_dtype = True, torch.bfloat16
+    without_missing_gradient_fusion(provider)
     provider.finalize()
     return provider
 
