@@ -36,7 +36,16 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megasetup import kernels
 from megasetup.masters import hybrid_buckets, hybrid_memory
 from megasetup.masters.hybrid_slices import MOMENTS, SlicedMaster
-from megasetup.masters.hybrid_traffic import Bucket, HostLane, Lane, Row, WireLane, can_be_cut, gradient_of
+from megasetup.masters.hybrid_traffic import (
+    Bucket,
+    HostLane,
+    Lane,
+    Row,
+    WireLane,
+    can_be_cut,
+    gradient_of,
+    staging_for,
+)
 
 _logger = logging.getLogger("megasetup")
 _CPU = torch.device("cpu")
@@ -547,7 +556,7 @@ def _make_buckets(hybrid: PipelinedHybridOptimizer, on_host: Sequence[_OnHost]) 
         moments=_has_moments(hybrid),
     )
     lanes: dict[torch.device, Lane] = {
-        device: WireLane(device, hybrid.chunk_elements) if device.type == "cuda" else HostLane()
+        device: WireLane(device) if device.type == "cuda" else HostLane()
         for device in {entry.param.device for entry in on_host}
     }
     optimizers = []
@@ -592,6 +601,9 @@ def _make_buckets(hybrid: PipelinedHybridOptimizer, on_host: Sequence[_OnHost]) 
             hybrid.chunk_elements,
         )
         buckets.append(Bucket(rows, tuple(chunks), flat, grads, lane, optimizer, sliced.get(run.holder)))
+    for lane in lanes.values():
+        if isinstance(lane, WireLane):
+            lane.staging_elements = staging_for(bucket for bucket in buckets if bucket.lane is lane)
     moments = {
         master: dict(zip(MOMENTS, held, strict=True))
         for masters, states in zip(memory.masters, memory.moments, strict=True)

@@ -17,7 +17,7 @@ it, copy out of it, the next conversion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -102,6 +102,18 @@ class Lane(Protocol):
         """Make the caller's stream wait for all that was started."""
 
 
+def staging_for(buckets: Iterable[Bucket]) -> int:
+    """Elements of the longest chunk that is converted on the GPU, or gathered there; FP32 tensors cross as they are."""
+    longest = 0
+    for bucket in buckets:
+        for chunk in bucket.chunks:
+            row = bucket.rows[chunk.parts[0].row]
+            converted = row.param.dtype != row.master.dtype and can_be_cut(row.param, row.master)
+            if converted or len(chunk.parts) > 1:
+                longest = max(longest, chunk.end - chunk.start)
+    return longest
+
+
 def _run(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Elements [first, last) of a tensor, flat."""
     flat = tensor.reshape(-1)
@@ -147,20 +159,22 @@ class WireLane:
 
     Args:
         device: the GPU.
-        staging_elements: elements of the longest chunk that is converted.
+
+    Attributes:
+        staging_elements: elements of each direction's staging buffer; staging_for() says how many.
     """
 
-    def __init__(self, device: torch.device, staging_elements: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.staging_elements = 0
         self.to_host = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staging_elements = staging_elements
         self._staging_down = self._staging_up = torch.empty(0)
 
     def begin(self) -> None:
         # Taken from the allocator for one step: between steps nothing is held, and the next forward pass finds it free.
-        self._staging_down = torch.empty(self._staging_elements, device=self.device)
-        self._staging_up = torch.empty(self._staging_elements, device=self.device)
+        self._staging_down = torch.empty(self.staging_elements, device=self.device)
+        self._staging_up = torch.empty(self.staging_elements, device=self.device)
         caller = torch.cuda.current_stream(self.device)
         self.to_host.wait_stream(caller)
         self.to_device.wait_stream(caller)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from typing import Any
 
@@ -14,7 +15,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megasetup.compat import async_save, hybrid_optimizer
-from megasetup.masters import hybrid_buckets
+from megasetup.masters import hybrid_buckets, hybrid_traffic
 from megasetup.masters.hybrid import PipelinedHybridOptimizer
 
 # One with a tail that is no multiple of a vector, in several slices; short ones that share a bucket; an empty one.
@@ -220,6 +221,19 @@ class TestBuckets:
             (1_500_176, 2_000_176),
         ]
         assert chunks[-1].parts == ((3, 1_500_000, 2_000_000, 0),)
+
+
+def test_staging_is_as_long_as_what_is_converted_or_gathered() -> None:
+    hybrid = hybrid_over(weights())
+    hybrid.make()
+    slices = [bucket for bucket in hybrid._buckets if bucket.sliced is not None]
+    assert hybrid_traffic.staging_for(slices) == max(bucket.masters.numel() for bucket in slices) == 3776
+    as_they_are = [
+        dataclasses.replace(bucket, rows=tuple(row._replace(param=row.param.float()) for row in bucket.rows))
+        for bucket in hybrid._buckets
+    ]
+    assert hybrid_traffic.staging_for(bucket for bucket in as_they_are if bucket.sliced is not None) == 0
+    assert hybrid_traffic.staging_for(as_they_are) == 320 + 3001  # two short ones that share a bucket
 
 
 class TestInstaller:
