@@ -23,6 +23,10 @@ $(VENV)/.requirements: $(VENV)/.python $(addprefix requirements/,build.txt test.
 	$(PIP) install --quiet --no-deps -r requirements/bridge.txt
 	touch $@
 
+$(VENV)/.ray: $(VENV)/.requirements requirements/ray.txt
+	$(PIP) install --quiet -r requirements/ray.txt
+	touch $@
+
 $(VENV)/.built: $(VENV)/.requirements $(MODULE_SOURCES)
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
@@ -36,7 +40,7 @@ setup: $(VENV)/.built ## .venv with everything, and the compiled module
 demo: $(VENV)/.built ## small models imported, checked, planned, trained (with a GPU), their FP32 copies found stale and repaired
 	$(RUN) -m megasetup demo
 
-test: $(VENV)/.built ## the tests; those marked gpu are skipped where there is no GPU
+test: $(VENV)/.built $(VENV)/.ray ## the tests; those marked gpu are skipped where there is no GPU
 	$(RUN) -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint ## ruff, mypy, clang-format
