@@ -148,9 +148,11 @@ def initialize(cfg: Any, get_embedding_ranks: Ranks | None, get_position_embeddi
         RuntimeError: the parallel state is up already with other sizes.
     """
     bridge = import_bridge("megatron.bridge.training.initialize")
-    from megatron.core import num_microbatches_calculator, parallel_state
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
 
     _check_existing(parallel_state, cfg.model)
+    # An earlier setup in this process has left both, and Megatron makes neither twice.
+    rerun_state_machine.destroy_rerun_state_machine()
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     num_microbatches_calculator.init_num_microbatches_calculator(
         dist.get_rank() if dist.is_initialized() else 0,
