@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megasetup.model.failure import Failure, FailureWatch, PeerFailedError
 from megasetup.model.report import SetupReport, Stage
@@ -67,7 +68,7 @@ class Stages:
 
         Raises:
             PeerFailedError: another rank failed meanwhile.
-            RuntimeError: the body asked for the process to end (SystemExit).
+            RuntimeError: the body asked for the process to end (SystemExit), or torch could not read a checkpoint.
             Exception: whatever else the body raises, with a note that names the stage, the rank and the remedy.
         """
         self._watch.raise_if_peer_failed()
@@ -83,6 +84,12 @@ class Stages:
             ended = RuntimeError(f"the process was asked to end, with status {error.code}")
             self._spread(name, remedy, ended, error)
             raise ended from error
+        except CheckpointException as error:  # (not an Exception: whoever catches those would miss it)
+            failures = error.failures.items()
+            causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failures)
+            failed = RuntimeError(f"the checkpoint could not be read: {causes}")
+            self._spread(name, remedy, failed, error)
+            raise failed from error
         except Exception as error:
             self._spread(name, remedy, error, error)
             raise
