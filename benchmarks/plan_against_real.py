@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megasetup.compat.bridge import import_bridge
-from megasetup.compat.gradient_fusion import without_missing_gradient_fusion
+from megasetup.compat.fusions import without_missing_fusions
+from megasetup.masters.hybrid_slices import MOMENTS
 from megasetup.planning import RunPlan, plan_run
 from megasetup.planning.memory import STAGING_PINNED
 
@@ -80,7 +81,7 @@ def provider_of(settings: dict[str, Any]) -> Any:
             load_weights=False
         )
     provider.bf16, provider.params_dtype = True, torch.bfloat16
-    without_missing_gradient_fusion(provider)
+    without_missing_fusions(provider)
     provider.finalize()
     return provider
 
@@ -169,7 +170,7 @@ def measure(case: Case) -> tuple[dict[str, int], dict[str, float]]:
         for cpu in hybrid.cpu_optimizers
         for state in cpu.state.values()
         for name, value in state.items()
-        if name != "step"
+        if name in MOMENTS
     ]
     found["clones, host"] = sum(block(clone, case) for clone in clones)
     found["gradient buffers, host"] = sum(block(gradient, case) for gradient in gradients)

@@ -53,9 +53,16 @@ class Places(NamedTuple):
     elements: int
 
 
-def ring_elements(elements: int) -> int:
-    """Elements of the gradient buffers that this many offloaded elements pass through, at most."""
-    return min(elements, (BUCKETS_AHEAD + 1) * BUCKET_ELEMENTS)
+def ring_elements(counts: Sequence[int]) -> int:
+    """Elements of the gradient buffers that offloaded tensors of these lengths pass through."""
+    runs = [
+        last - first
+        for indices in group(counts)
+        for first, last in slices(sum(counts[index] for index in indices))
+        if last > first
+    ]
+    ordered = large_in_the_middle(runs, lambda run: run)
+    return sum(max(ordered[slot :: BUCKETS_AHEAD + 1], default=0) for slot in range(BUCKETS_AHEAD + 1))
 
 
 def group(counts: Sequence[int], limit: int = BUCKET_ELEMENTS) -> list[list[int]]:

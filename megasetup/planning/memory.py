@@ -131,7 +131,7 @@ def optimizer_items(owned: Owned, settings: OptimizerMemory) -> list[Item]:
         # (in precision-aware mode Megatron's own pins 16-bit clones, and then widens them into pageable memory)
         pinned = settings.pin_parameters and (settings.fast_hybrid or not settings.precision_aware)
         # (ours has all gradients pass through a few buffers)
-        buffers = torch.tensor([ring_elements(int(offloaded.sum()))]) if settings.fast_hybrid else offloaded
+        buffers = torch.tensor([ring_elements(offloaded.tolist())]) if settings.fast_hybrid else offloaded
         items += [
             _on_host("clones", offloaded, pinned, settings),
             _on_host("gradient buffers", buffers, settings.pin_gradients, settings),
