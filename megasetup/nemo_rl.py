@@ -17,7 +17,18 @@ import torch
 from megasetup.checkpoint import importing, paths
 from megasetup.compat.hf_config import patch_hf_configs
 from megasetup.compat.signal_handler import patch_signal_handler
-from megasetup.config import container, moe, mtp, optimizer, overrides, parallelism, performance, precision, runtime
+from megasetup.config import (
+    container,
+    moe,
+    mtp,
+    optimizer,
+    overrides,
+    parallelism,
+    performance,
+    precision,
+    runtime,
+    setup,
+)
 from megasetup.config.checkpoint import create_checkpoint_config
 from megasetup.config.environment import configure_refit_environment
 from megasetup.config.errors import ConfigNotImplementedError, config_error
@@ -157,8 +168,8 @@ def setup_model_config(
     *,
     skip_weight_load: bool = False,
 ) -> tuple[Any, Any]:
-    """See megasetup.config.runtime.setup_model_config."""
-    return runtime.setup_model_config(
+    """See megasetup.config.setup.setup_model_config."""
+    return setup.setup_model_config(
         _trusting(config),
         rank,
         dtype,

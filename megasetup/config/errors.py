@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,13 +30,21 @@ MISSING: Final = _Missing()
 """In the place of a value found: the key is absent."""
 
 
+class Words(str):
+    """In the place of a value found, where it is no value that is wrong: shown as it is, without quotes."""
+
+    __slots__ = ()
+
+    __repr__ = str.__str__
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a config.
 
     Attributes:
         path: the full path of the key ("policy.megatron_cfg.optimizer.lr").
-        found: the value found, or MISSING.
+        found: the value found, MISSING, or Words that say what is there.
         remedy: what would be right, as the end of a sentence ("must be above 0").
     """
 
@@ -45,8 +53,7 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        found = "missing" if self.found is MISSING else repr(self.found)
-        return f"{self.path} is {found}: {self.remedy}"
+        return f"{self.path} is {self.found!r}: {self.remedy}"
 
 
 class ConfigError(ValueError):
@@ -141,6 +148,21 @@ class Problems:
         """Note one problem; the arguments are those of `config_error`."""
         self._errors.append(config_error(path, found, remedy, kind))
 
+    def paths(self) -> frozenset[str]:
+        """The full paths of the keys that are known to be wrong."""
+        return frozenset(problem.path for problem in self)
+
+    def add_news(self, error: ConfigError, known: Collection[str]) -> None:
+        """Note what an error says, except of keys that are known to be wrong and of what lies in them.
+
+        Args:
+            error: what a check raised that went on from values which had been found wrong.
+            known: the full paths of those.
+        """
+        for problem in error.problems:
+            if not any(problem.path == path or problem.path.startswith((f"{path}.", f"{path}[")) for path in known):
+                self.add(problem.path, problem.found, problem.remedy, type(error))
+
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
         """Keep a ConfigError that the body raises, so that the next check still runs. Other exceptions pass."""
@@ -149,8 +171,11 @@ class Problems:
         except ConfigError as error:
             self._errors.append(error)
 
-    def raise_any(self) -> None:
+    def raise_any(self, cause: BaseException | None = None) -> None:
         """Raise what was collected: one error with all problems, each once, and of every class among them.
+
+        Args:
+            cause: another exception that the problems may have led to, to be shown with them.
 
         Raises:
             ConfigError: there is at least one problem.
@@ -158,9 +183,9 @@ class Problems:
         if not self._errors:
             return
         if len(self._errors) == 1:
-            raise self._errors[0]
+            raise self._errors[0] from cause
         kind = _class_of(frozenset(known for error in self._errors for known in type(error).__mro__ if known in _KINDS))
-        raise kind(*self._unique())
+        raise kind(*self._unique()) from cause
 
     def _unique(self) -> list[Problem]:
         # (a value found may be unhashable, so problems are told apart by what they say)

@@ -27,13 +27,16 @@ from megasetup.config.errors import (
     ConfigTypeError,
     Problem,
     Problems,
+    Words,
     config_error,
 )
 
 _DEFAULTS = "defaults"
 _REPLACE = "_override_"
 _COMMAND_LINE = "command line"
-_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=+~\s][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
+_PART = r"[^=+~.\[\]\s][^=.\[\]\s]*"
+_OVERRIDE = re.compile(rf"(?P<sign>\+\+|\+|~)?(?P<key>{_PART}(?:\.{_PART}|\[[0-9]+\])*)(?:=(?P<value>.*))?", re.DOTALL)
+_KINDS = {yaml.SequenceNode: Words("a list"), yaml.ScalarNode: Words("a single value")}
 
 # What trainers' files compute with, besides OmegaConf's own (oc.env, oc.select ...).
 _RESOLVERS: dict[str, Callable[..., Any]] = {
@@ -99,10 +102,15 @@ def _read(path: Path, chain: tuple[Path, ...], named_by: str = "") -> tuple[Dict
     if path in chain:
         circle = " -> ".join(str(file) for file in (*chain[chain.index(path) :], path))
         raise config_error(named_by, str(path), f"files must not build on each other in a circle: {circle}")
+    named = named_by and f" (named by {named_by})"
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file{named_by and f' (named by {named_by})'}") from None
+        raise FileNotFoundError(f"{path}: no such file{named}") from None
+    except IsADirectoryError:
+        raise IsADirectoryError(f"{path} is a folder: give the file{named}") from None
+    except UnicodeDecodeError as error:
+        raise config_error(str(path), Words("no text file"), f"must be YAML in UTF-8{named}") from error
     own, lines = _parse(text, path)
     parents = []
     origins: dict[str, str] = {}
@@ -120,19 +128,26 @@ def _read(path: Path, chain: tuple[Path, ...], named_by: str = "") -> tuple[Dict
 def _parse(text: str, path: Path) -> tuple[DictConfig, dict[str, str]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = OmegaConf.create(text)
+        if node is None:
+            return OmegaConf.create({}), {}
+        if not isinstance(node, yaml.MappingNode):
+            place = f"{path}:{node.start_mark.line + 1}"
+            raise config_error(place, _KINDS[type(node)], "must be a mapping", ConfigTypeError)
+        lines = {key: f"{path}:{line}" for key, line in _lines(node, "")}
+        return OmegaConf.create(text), lines  # type: ignore[return-value]  # (a mapping gives a DictConfig)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = 0 if mark is None else mark.line
         found = (text.splitlines() or [""])[min(line, text.count("\n"))].strip()
         raise config_error(f"{path}:{line + 1}", found, f"cannot be read as YAML: {error.problem}") from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise config_error(str(path), "no readable file", f"cannot be read as YAML: {error}") from error
-    if node is None:
-        return OmegaConf.create({}), {}
-    if not isinstance(node, yaml.MappingNode) or not isinstance(content, DictConfig):
-        raise config_error(f"{path}:{node.start_mark.line + 1}", node.tag, "must be a mapping", ConfigTypeError)
-    return content, {key: f"{path}:{line}" for key, line in _lines(node, "")}
+    except OmegaConfBaseException as error:
+        key = error.full_key or "its content"
+        place = lines.get(str(error.full_key), str(path))
+        raise config_error(f"{place} ({key})", Words("unreadable"), _reason(error)) from error
+    except yaml.YAMLError as error:
+        raise config_error(str(path), Words("no YAML"), _reason(error)) from error
+    except RecursionError as error:
+        raise config_error(str(path), Words("endless"), "an anchor must not lie within itself") from error
 
 
 def _lines(node: Any, path: str) -> Iterator[tuple[str, int]]:
@@ -158,7 +173,7 @@ def _parents(own: DictConfig, path: Path, lines: dict[str, str]) -> Iterator[tup
     try:
         named = own.get(_DEFAULTS)
     except OmegaConfBaseException as error:
-        raise config_error(place, "an interpolation", f"cannot be resolved: {_reason(error)}") from error
+        raise config_error(place, Words("an interpolation"), f"cannot be resolved: {_reason(error)}") from error
     files = [] if named is None else list(named) if isinstance(named, ListConfig) else [named]
     for file in files:
         if not isinstance(file, str):
@@ -171,7 +186,7 @@ def _merge(parts: Sequence[DictConfig], path: Path) -> DictConfig:
         return OmegaConf.merge(OmegaConf.create({}), *parts)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = error.full_key or "its content"
-        raise config_error(f"{path} ({key})", "in conflict", f"cannot be merged: {_reason(error)}") from error
+        raise config_error(f"{path} ({key})", Words("in conflict"), f"cannot be merged: {_reason(error)}") from error
 
 
 def _marked(node: Any, path: str) -> Iterator[str]:
@@ -198,22 +213,42 @@ def _apply_override(config: DictConfig, override: str, origins: dict[str, str]) 
     place = f"override {override!r}"
     match = _OVERRIDE.fullmatch(override)
     if match is None or (match["sign"] == "~") != (match["value"] is None):
-        raise config_error(place, "malformed", "must be key.path=value, +key.path=value or ~key.path")
+        raise config_error(place, Words("malformed"), "must be key.path=value, +key.path=value or ~key.path")
     key = match["key"]
     if match["sign"] == "~":
         if not _remove(config, key):
-            raise config_error(place, "without effect", f"there is no {key} to remove", ConfigKeyError)
+            raise config_error(place, Words("without effect"), f"there is no {key} to remove", ConfigKeyError)
         return
     try:
         if match["sign"] == "+" and OmegaConf.select(config, key, default=MISSING) is not MISSING:
-            raise config_error(place, "an addition", f"{key} is there already: leave the + out to change it")
+            raise config_error(place, Words("an addition"), f"{key} is there already: leave the + out to change it")
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={match['value']}"]), resolve=False)
+        _check_indices(config, key)
         OmegaConf.update(config, key, parsed["value"], merge=True)
-    except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise config_error(place, "not applicable", _reason(error)) from error
-    origins[key] = _COMMAND_LINE
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, LookupError) as error:
+        raise config_error(place, Words("not applicable"), _reason(error)) from error
+    origins.update(dict.fromkeys(_paths(parsed["value"], key), _COMMAND_LINE))
+
+
+def _check_indices(config: DictConfig, key: str) -> None:
+    """Raise TypeError where a key counts the items of what is no list: OmegaConf would make a mapping of it."""
+    for match in re.finditer(r"\[[0-9]+\]", key):
+        counted = key[: match.start()]
+        if not isinstance(OmegaConf.select(config, counted), ListConfig):
+            raise TypeError(f"{counted} is no list")
+
+
+def _paths(value: Any, path: str) -> Iterator[str]:
+    """The full paths of a value and of everything in it."""
+    yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _paths(inner, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _paths(inner, f"{path}[{index}]")
 
 
 def _check_values(node: DictConfig | ListConfig, path: str, origins: dict[str, str], problems: Problems) -> None:
@@ -248,9 +283,11 @@ def _located(problem: Problem, origins: dict[str, str]) -> Problem:
 
 
 def _reason(error: BaseException) -> str:
-    """The one line of an error that says why, without what OmegaConf says about where."""
-    line = next(iter(str(error).splitlines()), type(error).__name__)
-    return line.partition(" raised while resolving interpolation: ")[2].strip("\"'") or line
+    """The one line of an error that says why, without what OmegaConf and YAML say about where."""
+    text = (error.problem or str(error)) if isinstance(error, yaml.MarkedYAMLError) else str(error)
+    line = next(iter(text.splitlines()), type(error).__name__)
+    cause = line.partition(" raised while resolving interpolation: ")[2]
+    return re.sub(r"^(['\"])(.*)\1$", r"\2", cause) or line
 
 
 @contextlib.contextmanager

@@ -117,8 +117,12 @@ def _merge_into_object(target: Any, overrides: Mapping[str, Any], path: str) -> 
     problems = Problems()
     merged: dict[str, Any] = {}
     for name, value in overrides.items():
-        if not hasattr(target, name) or name.startswith("__"):
+        if not _has_field(target, name):
             problems.add(f"{path}.{name}", value, f"{type(target).__name__} has no such field", ConfigAttributeError)
+            continue
+        if isinstance(value, str) and isinstance(getattr(target, name), types.FunctionType | types.BuiltinFunctionType):
+            remedy = "is a function there, which text cannot be: leave it out, or set it in Python"
+            problems.add(f"{path}.{name}", value, remedy, ConfigTypeError)
             continue
         with problems.collect():
             merged[name] = merge_model_override_value(getattr(target, name), value, f"{path}.{name}")
@@ -148,6 +152,13 @@ def _replace(target: Any, values: Mapping[str, Any]) -> Any:
 
 def _is_dataclass_object(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _has_field(target: Any, name: str) -> bool:
+    """Whether an object holds a field of this name, and not a method of its class."""
+    if _is_dataclass_object(target) and name in {field.name for field in dataclasses.fields(target)}:
+        return hasattr(target, name)
+    return hasattr(target, name) and not name.startswith("__") and not callable(getattr(type(target), name, None))
 
 
 def _has_fields(value: Any) -> bool:

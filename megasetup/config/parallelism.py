@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megasetup.config.errors import MISSING, ConfigAssertionError, Problems
+from megasetup.config.errors import MISSING, ConfigAssertionError, Problems, config_error
 from megasetup.config.fields import MEGATRON, effective, megatron_cfg, same_names, section, set_fields
 from megasetup.config.logprobs import FUSED_KEY, fused_linear_logprobs
 
@@ -31,18 +31,19 @@ def apply_parallelism_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
         config: the policy config.
 
     Raises:
-        ConfigAssertionError: context parallelism without sequence packing, or with fused linear logprobs.
+        ConfigAssertionError: context parallelism without sequence packing, or with fused linear logprobs;
+            transformer_impl inference_optimized with tensor parallelism and no sequence parallelism. A size that the
+            config does not give is the provider's.
     """
-    megatron = megatron_cfg(config)
     problems = Problems()
-    set_fields(model_cfg, megatron, FIELDS, MEGATRON, problems)
+    set_fields(model_cfg, megatron_cfg(config), FIELDS, MEGATRON, problems)
     with problems.collect():
-        _check_context_parallelism(effective(megatron, "context_parallel_size", model_cfg, 1), config)
+        _check(config, model_cfg)
     problems.raise_any()
 
 
 def validate_parallelism_config(config: Mapping[str, Any]) -> None:
-    """Check what context parallelism needs, from the config alone.
+    """Check what the parallel sizes need, from the config alone.
 
     Args:
         config: the policy config.
@@ -50,7 +51,31 @@ def validate_parallelism_config(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigAssertionError: as `apply_parallelism_config`.
     """
-    _check_context_parallelism(megatron_cfg(config).get("context_parallel_size"), config)
+    _check(config, None)
+
+
+def _check(config: Mapping[str, Any], model_cfg: Any) -> None:
+    problems = Problems()
+    with problems.collect():
+        _check_context_parallelism(effective(megatron_cfg(config), "context_parallel_size", model_cfg), config)
+    with problems.collect():
+        _check_inference_optimized(megatron_cfg(config), model_cfg)
+    problems.raise_any()
+
+
+def _check_inference_optimized(megatron: Mapping[str, Any], model_cfg: Any) -> None:
+    # Its layers scatter and gather along the sequence, whatever the setting says.
+    size = effective(megatron, "tensor_model_parallel_size", model_cfg) or 1
+    if effective(megatron, "transformer_impl", model_cfg) != "inference_optimized" or size <= 1:
+        return
+    if not effective(megatron, "sequence_parallel", model_cfg):
+        raise config_error(
+            f"{MEGATRON}.sequence_parallel",
+            megatron.get("sequence_parallel", MISSING),
+            f"must be true, because {MEGATRON}.transformer_impl is inference_optimized and tensor_model_parallel_size "
+            f"is {size}",
+            ConfigAssertionError,
+        )
 
 
 def _check_context_parallelism(size: int | None, config: Mapping[str, Any]) -> None:

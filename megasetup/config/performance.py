@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from megasetup.compat.gradient_fusion import without_missing_gradient_fusion
+from megasetup.compat.fusions import refused_fusions, without_missing_fusions
 from megasetup.config.environment import clear_attention_environment
 from megasetup.config.errors import (
     MISSING,
@@ -89,13 +89,12 @@ def apply_performance_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
         problems.add(
             "the provider's activation_func",
             None,
-            f"must be a function, because the model has no gated linear unit: give {MEGATRON}.model_overrides."
-            "activation_func",
+            "must be a function, because the model has no gated linear unit: Megatron-Bridge's provider of this model "
+            "should set it; from Python, model_overrides.activation_func can",
             ConfigAssertionError,
         )
     set_fields(model_cfg, megatron, FIELDS, MEGATRON, problems)
-    if "gradient_accumulation_fusion" not in megatron:
-        without_missing_gradient_fusion(model_cfg)
+    without_missing_fusions(model_cfg, megatron)
     if "transformer_impl" in megatron:
         _choose_layer_spec(model_cfg, megatron["transformer_impl"])
     with problems.collect():
@@ -107,6 +106,23 @@ def apply_performance_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
         _apply_fp8(model_cfg, config)
     with problems.collect():
         _apply_activation_offloading(model_cfg, megatron)
+    problems.raise_any()
+
+
+def validate_fusions(config: Mapping[str, Any]) -> None:
+    """Check that this machine has what the fusions need which the config switches on.
+
+    Args:
+        config: the policy config.
+
+    Raises:
+        ConfigError: one cannot be built here, and Megatron would refuse the model; lists all.
+    """
+    megatron = megatron_cfg(config)
+    problems = Problems()
+    for key, needs in refused_fusions().items():
+        if megatron.get(key):
+            problems.add(f"{MEGATRON}.{key}", True, f"must be false: Megatron needs {needs}, which is not installed")
     problems.raise_any()
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from megasetup.compat.bridge import import_bridge
 from megasetup.compat.hf_config import patch_hf_configs
-from megasetup.config.fields import section
+from megasetup.config.errors import config_error
+from megasetup.config.fields import POLICY, section
 
 RUN_CONFIG = "run_config.yaml"
 _FIRST_ITERATION = "iter_0000000"
+_MODEL_NAME = f"{POLICY}.model_name"
 
 
 def provider_from_hf(config: Mapping[str, Any], hf_model_name: str) -> Any:
@@ -23,16 +25,31 @@ def provider_from_hf(config: Mapping[str, Any], hf_model_name: str) -> Any:
         hf_model_name: a Hugging Face id, or a folder with a config.json.
 
     Raises:
-        ValueError: Megatron-Bridge does not know the architecture.
+        ConfigError: there is no such folder, or no config.json in it; the model cannot be found, or Megatron-Bridge
+            does not know its architecture.
     """
+    _check_folder(hf_model_name)
     patch_hf_configs()
     # (a copy, because Bridge and transformers fill in what nested overrides leave out)
     kwargs: dict[str, Any] = copy.deepcopy(dict(section(config, "hf_config_overrides")))
     megatron = section(config, "megatron_cfg")
     if "trust_remote_code" in megatron:
         kwargs["trust_remote_code"] = megatron["trust_remote_code"]
-    bridge = import_bridge().AutoBridge.from_hf_pretrained(hf_model_name, **kwargs)
-    return bridge.to_megatron_provider(load_weights=False)
+    try:
+        bridge = import_bridge().AutoBridge.from_hf_pretrained(hf_model_name, **kwargs)
+        return bridge.to_megatron_provider(load_weights=False)
+    except (ValueError, TypeError, OSError) as error:
+        because = " with policy.hf_config_overrides" if section(config, "hf_config_overrides") else ""
+        raise config_error(_MODEL_NAME, hf_model_name, f"cannot be made a Megatron model{because}: {error}") from error
+
+
+def _check_folder(hf_model_name: str) -> None:
+    """Say at once that a folder is not there, which Bridge would ask the Hub for, several times over."""
+    if os.path.isdir(hf_model_name):
+        if not os.path.isfile(os.path.join(hf_model_name, "config.json")):
+            raise config_error(_MODEL_NAME, hf_model_name, "must be a folder with a config.json: this one has none")
+    elif not hf_model_name or hf_model_name.startswith(("/", ".", "~")):
+        raise config_error(_MODEL_NAME, hf_model_name, "must be a Hugging Face id or a folder that is there")
 
 
 def provider_from_checkpoint(pretrained_path: str, rank: int) -> Any:

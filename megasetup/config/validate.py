@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megasetup.config.errors import ConfigAttributeError, ConfigError, Problem, Problems
@@ -51,14 +51,18 @@ class Findings:
     problems: Problems = field(default_factory=Problems)
     warnings: list[Problem] = field(default_factory=list)
 
+    def log_warnings(self) -> None:
+        """Log the warnings."""
+        for warning in self.warnings:
+            _logger.warning("%s", warning)
+
     def raise_any(self) -> None:
         """Log the warnings, then raise the problems as one error.
 
         Raises:
             ConfigError: there is at least one problem; the error is also of the builtin classes that they are of.
         """
-        for warning in self.warnings:
-            _logger.warning("%s", warning)
+        self.log_warnings()
         self.problems.raise_any()
 
 
@@ -99,12 +103,14 @@ def rules() -> Sequence[Rule]:
         parallelism,
         peft,
         performance,
+        reward,
+        rope,
         router_replay,
-        runtime,
     )
 
     return (
-        runtime.validate_policy_config,
+        reward.validate_reward_model_config,
+        rope.validate_rope_config,
         parallelism.validate_parallelism_config,
         performance.fp8_settings,
         optimizer.validate_optimizer_config,
@@ -137,15 +143,19 @@ def _examine(
 
 
 def _apply_rules(policy: Mapping[str, Any], model: str, problems: Problems) -> None:
-    reported = {problem.path for problem in problems}
+    known = problems.paths()
     for rule in rules():
         try:
             rule(policy)
         except ConfigError as error:
-            for problem in error.problems:
-                path = model + problem.path.removeprefix("policy")
-                if path not in reported:  # (what a rule makes of a value of the wrong type is no news)
-                    problems.add(path, problem.found, problem.remedy, type(error))
-        except (TypeError, AttributeError):
-            if not reported:
+            problems.add_news(_of_model(error, model), known)
+        except Exception:
+            if not known:  # (what a rule makes of a value of the wrong type is no news)
                 raise
+
+
+def _of_model(error: ConfigError, model: str) -> ConfigError:
+    """The same error, with paths that begin with the model's own section. (Rules speak of a policy.)"""
+    return type(error)(
+        *(replace(problem, path=model + problem.path.removeprefix("policy")) for problem in error.problems)
+    )

@@ -11,16 +11,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megasetup.compat.bridge import import_bridge
-from megasetup.config.dtypes import to_dtype
-from megasetup.config.errors import (
-    ConfigAttributeError,
-    ConfigNotImplementedError,
-    Problems,
-    config_error,
-)
+from megasetup.config.errors import ConfigAttributeError, ConfigNotImplementedError, config_error
 from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
-from megasetup.config.peft import validate_peft_config
 from megasetup.model.bridge import is_checkpoint, load_weights_from
 from megasetup.moe import find_routers
 
@@ -68,36 +60,6 @@ def freeze_hook(arguments: Mapping[str, Any]) -> Hook:
         return chunks
 
     return freeze
-
-
-def create_lora(policy_cfg: Mapping[str, Any], **changes: Any) -> Any | None:
-    """Megatron-Bridge's LoRA as policy.megatron_cfg.peft describes it, or None where that is absent or not enabled.
-
-    Args:
-        policy_cfg: the policy config.
-        changes: fields that are set whatever the config says.
-
-    Raises:
-        ConfigAssertionError: dim or alpha is absent.
-        ConfigAttributeError: a setting that this LoRA does not have.
-    """
-    settings = dict(section(policy_cfg, "megatron_cfg", "peft"))
-    if not settings.pop("enabled", False):
-        return None
-    lora_class = import_bridge("megatron.bridge.peft.lora").LoRA
-    problems = Problems()
-    with problems.collect():
-        validate_peft_config(policy_cfg)
-    for name in settings.keys() - vars(lora_class()).keys():
-        problems.add(f"{MEGATRON}.peft.{name}", settings[name], "is no setting of LoRA", ConfigAttributeError)
-    problems.raise_any()
-    if settings.get("lora_dtype") is not None:
-        settings["lora_dtype"] = to_dtype(settings["lora_dtype"], f"{MEGATRON}.peft.lora_dtype")
-    if settings.get("target_modules", 0) is None:
-        del settings["target_modules"]
-    if settings.get("exclude_modules", 0) is None:
-        del settings["exclude_modules"]
-    return lora_class(**(settings | changes))
 
 
 def lora_hook(lora: Any, state: Any, *, load_base: bool) -> Hook:

@@ -19,9 +19,10 @@ from megasetup.compat.hybrid_optimizer import fast_hybrid_optimizer
 from megasetup.compat.signal_handler import patch_signal_handler
 from megasetup.config.fields import megatron_cfg as megatron_section
 from megasetup.config.fields import section
+from megasetup.config.peft import create_lora
 from megasetup.masters import AuditReport, audit_master_weights, ensure_master_weights, sync_master_weights
 from megasetup.model import bridge
-from megasetup.model.hooks import Hook, check_supported, create_lora, lora_hook, pre_wrap_hooks, run_hooks
+from megasetup.model.hooks import Hook, check_supported, lora_hook, pre_wrap_hooks, run_hooks
 from megasetup.model.report import SetupReport
 from megasetup.model.stages import Stages
 

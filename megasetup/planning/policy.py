@@ -63,7 +63,7 @@ def plan_policy(
 
 def _container(config: Mapping[str, Any]) -> Any:
     from megasetup.config.precision import policy_dtype
-    from megasetup.config.runtime import setup_model_config
+    from megasetup.config.setup import setup_model_config
 
     name = config.get("model_name")
     if not isinstance(name, str):

@@ -197,3 +197,70 @@ def test_wrong_overrides_are_reported_together(write: Any) -> None:
     remedies = [problem.remedy for problem in error.value.problems]
     assert remedies[2] == "there is no policy.gone to remove"
     assert remedies[3] == "policy.lr is there already: leave the + out to change it"
+    assert remedies[4] == "expected ',' or ']', but got '<stream end>'"
+
+
+@pytest.mark.parametrize("key", [".", "policy..lr", "policy.", ".lr", "policy[a]", "policy[", "a b"])
+def test_an_override_of_no_key(write: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=r"is malformed: must be key\.path=value"):
+        load_config(write("a.yaml", "policy: {lr: 1.0}\n"), [f"{key}=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("policy.lr[0]=2", "policy.lr is no list"),
+        ("policy[0]=2", "policy is no list"),
+        ("policy.l[7]=2", "list index out of range"),
+    ],
+)
+def test_an_override_of_an_item_that_is_not_there(write: Any, override: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match="is not applicable") as error:
+        load_config(write("a.yaml", "policy: {lr: 1.0, l: [1]}\n"), [override])
+    assert remedy in error.value.problems[0].remedy
+
+
+def test_every_key_in_an_overriding_section_is_the_command_lines(write: Any) -> None:
+    path = write("a.yaml", "policy:\n  a: {x: 1, y: [1]}\n")
+    origins = load_config(path, ["policy.a={y: [2], z: 3}"]).origins
+    assert [key for key, place in origins.items() if place == "command line"] == [
+        "policy.a",
+        "policy.a.y",
+        "policy.a.y[0]",
+        "policy.a.z",
+    ]
+    assert origins["policy.a.x"] == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"3\n", "a.yaml:1 is a single value: must be a mapping"),
+        (b"- 1\n", "a.yaml:1 is a list: must be a mapping"),
+        (b"\xff\xfe\x00", "a.yaml is no text file: must be YAML in UTF-8"),
+        (b"a: &a\n  b: *a\n", "a.yaml is endless: an anchor must not lie within itself"),
+        (b"a: *b\n", "a.yaml:1 is 'a: *b': cannot be read as YAML: found undefined alias 'b'"),
+        (b"a:\n\tb: 1\n", "cannot be read as YAML: found character '\\t' that cannot start any token"),
+        (b"a: 1\n---\nb: 1\n", "cannot be read as YAML: but found another document"),
+        (b"x: 1\na:\n  b: '${'\n", "a.yaml:3 (a.b) is unreadable: no viable alternative at input '${'"),
+        (b"a:\n  null: 1\n", "a.yaml:1 (a) is unreadable: Incompatible key type 'NoneType'"),
+        (b"a: !!python/name:os.system x\n", "could not determine a constructor"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="is a folder: give the file"):
+        load_config(tmp_path)
+
+
+def test_a_resolver_that_fails_says_why(write: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be resolved: can't multiply sequence by non-int of type 'str' \("):
+        load_config(write("a.yaml", "a: '${mul:a,b}'\n"))

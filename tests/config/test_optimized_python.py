@@ -25,6 +25,11 @@ RULES = (
     "checkpoint",
     "overrides",
     "container",
+    "peft",
+    "rope",
+    "reward",
+    "runtime",
+    "validate",
     "value_model",
 )
 
@@ -38,7 +43,7 @@ def test_the_tests_of_all_rules_pass_under_python_o() -> None:
         cwd=FOLDER.parents[1],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=420,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
@@ -52,12 +57,12 @@ def test_runtime_rejections_too() -> None:
     program = """
 from megasetup.config.logprobs import validate_chunking_config
 from megasetup.config.optimizer import validate_optimizer_config
-from megasetup.config.runtime import validate_policy_config
+from megasetup.config.parallelism import validate_parallelism_config
 wrong = {"megatron_cfg": {"optimizer": {"optimizer_cpu_offload": True}, "transformer_impl": "inference_optimized",
          "tensor_model_parallel_size": 2}, "logprob_chunk_size": 1}
 if __debug__:
     raise SystemExit("not optimized")
-for check in (validate_optimizer_config, validate_chunking_config, validate_policy_config):
+for check in (validate_optimizer_config, validate_chunking_config, validate_parallelism_config):
     try:
         check(wrong)
     except AssertionError as error:

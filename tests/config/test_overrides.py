@@ -85,6 +85,7 @@ class TestConflicts:
             cuda_graph_impl="local",
             attention_backend="fused",
             transformer_impl="inference_optimized",
+            sequence_parallel=True,
             fp8_cfg={"enabled": True, "fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True},
             fine_grained_activation_offloading=True,
             offload_modules=["moe_act"],

@@ -101,3 +101,57 @@ def test_the_config_is_not_changed() -> None:
     config = PACKED | policy(context_parallel_size=2, tensor_model_parallel_size=2)
     apply_parallelism_config(provider(), config)
     assert config == PACKED | policy(context_parallel_size=2, tensor_model_parallel_size=2)
+
+
+OPTIMIZED = {"transformer_impl": "inference_optimized"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**OPTIMIZED, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {**OPTIMIZED, "tensor_model_parallel_size": 1, "sequence_parallel": False},
+        {**OPTIMIZED, "tensor_model_parallel_size": None},
+        {"transformer_impl": "transformer_engine", "tensor_model_parallel_size": 2},
+        OPTIMIZED,
+        {},
+    ],
+)
+def test_inference_optimized_with_what_it_needs(settings: Any) -> None:
+    validate_parallelism_config(policy(**settings))
+
+
+@pytest.mark.parametrize("own", [{}, {"sequence_parallel": False}, {"sequence_parallel": None}])
+def test_inference_optimized_and_tensor_parallelism_need_sequence_parallelism(own: Any) -> None:
+    config = policy(**OPTIMIZED, tensor_model_parallel_size=2, **own)
+    for check in (validate_parallelism_config, lambda config: apply_parallelism_config(provider(), config)):
+        with pytest.raises(AssertionError, match=r"\.sequence_parallel is .*tensor_model_parallel_size is 2") as raised:
+            check(config)
+        assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "right"),
+    [
+        ({"tensor_model_parallel_size": 2}, OPTIMIZED, False),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, OPTIMIZED, True),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {**OPTIMIZED, "sequence_parallel": False},
+            False,
+        ),
+        ({"tensor_model_parallel_size": 2}, {**OPTIMIZED, "tensor_model_parallel_size": 1}, True),
+        (OPTIMIZED, {"tensor_model_parallel_size": 4}, False),
+    ],
+)
+def test_what_a_checkpoint_comes_with_counts_where_the_config_says_nothing(
+    fields: dict[str, Any], settings: dict[str, Any], right: bool
+) -> None:
+    model_cfg = provider()
+    for field, value in fields.items():
+        setattr(model_cfg, field, value)
+    if right:
+        apply_parallelism_config(model_cfg, policy(**settings))
+    else:
+        with pytest.raises(AssertionError, match=r"policy\.megatron_cfg\.sequence_parallel is .*: must be true"):
+            apply_parallelism_config(model_cfg, policy(**settings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -15,13 +16,9 @@ import yaml
 from bridge_providers import provider, write_hf_folder
 
 from megasetup.compat.bridge import import_bridge
-from megasetup.config.runtime import (
-    RuntimeConfig,
-    SamplingParams,
-    setup_model_config,
-    validate_and_set_config,
-    validate_policy_config,
-)
+from megasetup.config.provider import provider_from_hf
+from megasetup.config.runtime import RuntimeConfig, SamplingParams, validate_and_set_config
+from megasetup.config.setup import setup_model_config
 
 YARN = {
     "rope_type": "yarn",
@@ -140,7 +137,7 @@ class TestRuntimeConfig:
     def test_generation_that_does_not_say_where(self, hf_folder: str) -> None:
         with pytest.raises(KeyError) as raised:
             run(base() | {"generation": {"backend": "vllm"}}, hf_folder)
-        assert "policy.generation.colocated.enabled is missing" in str(raised.value)
+        assert "policy.generation.colocated is missing: must be given" in str(raised.value)
 
     @pytest.mark.parametrize(("size", "rows"), [(1, 1008), (2, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024)])
     def test_padded_vocabulary(self, hf_folder: str, size: int, rows: int) -> None:
@@ -170,42 +167,14 @@ class TestRejections:
             run(config, hf_folder)
         assert isinstance(raised.value, AssertionError)
 
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {"transformer_impl": "inference_optimized", "tensor_model_parallel_size": 2, "sequence_parallel": True},
-            {"transformer_impl": "inference_optimized", "tensor_model_parallel_size": 1},
-            {"transformer_impl": "transformer_engine", "tensor_model_parallel_size": 2},
-        ],
-    )
-    def test_what_is_right_passes(self, settings: dict[str, Any]) -> None:
-        validate_policy_config(base(**settings))
-
     def test_reward_models(self, hf_folder: str) -> None:
         with pytest.raises(NotImplementedError, match=r"policy\.reward_model_cfg\.enabled is True: must be false"):
             run(base() | {"reward_model_cfg": {"enabled": True}}, hf_folder)
-        validate_policy_config(base() | {"reward_model_cfg": {"enabled": False}})
-        validate_policy_config(base() | {"reward_model_cfg": None})
 
-    @pytest.mark.parametrize("section", ["rope_scaling", "rope_parameters"])
-    @pytest.mark.parametrize("key", [key for key in YARN if key != "rope_type"])
-    def test_yarn_that_lacks_a_parameter(self, section: str, key: str) -> None:
-        rope = {name: value for name, value in YARN.items() if name != key}
-        with pytest.raises(ValueError, match=rf"policy\.hf_config_overrides\.{section}\.{key} is missing") as raised:
-            validate_policy_config(base() | {"hf_config_overrides": {section: rope}})
-        assert isinstance(raised.value, AssertionError)
-
-    def test_yarn_with_all_parameters_and_other_scalings(self) -> None:
-        validate_policy_config(base() | {"hf_config_overrides": {"rope_scaling": YARN}})
-        validate_policy_config(
-            base() | {"hf_config_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}
-        )
-        validate_policy_config(base() | {"hf_config_overrides": {"rope_scaling": None}})
-        validate_policy_config(base() | {"hf_config_overrides": None})
-
-    def test_the_older_name_of_the_type(self) -> None:
-        with pytest.raises(ValueError, match="8 problems"):
-            validate_policy_config(base() | {"hf_config_overrides": {"rope_scaling": {"type": "yarn"}}})
+    @pytest.mark.parametrize("config", [[], "text", None, 3])
+    def test_what_is_no_mapping(self, hf_folder: str, config: Any) -> None:
+        with pytest.raises(TypeError, match=r"policy is .*: must be a mapping"):
+            run(config, hf_folder)
 
     def test_problems_of_all_concerns_come_together(self, hf_folder: str) -> None:
         config = base(
@@ -214,25 +183,33 @@ class TestRejections:
             pipeline_dtype="half",
             freeze_vision_model=True,
             model_overrides={"bf16": True, "nope": 1},
-            optimizer={"bf16": True, "overlap_cpu_optimizer_d2h_h2d": True, "rate": 1},
+            optimizer={"bf16": True, "overlap_cpu_optimizer_d2h_h2d": True, "rate": 1, "lr": "1e-5"},
+            peft={"enabled": True, "dim": 4, "alpha": 8, "rank": 4},
             checkpoint={"async_save": True},
         ) | {"precision": "bf16", "reward_model_cfg": {"enabled": True}, "logprob_chunk_size": 8, "generation": {}}
         del config["megatron_cfg"]["train_iters"]
         before = copy.deepcopy(config)
-        with pytest.raises(ValueError, match="13 problems") as raised:
+        with pytest.raises(ValueError, match="15 problems") as raised:
             run(config, hf_folder)
+        for kind in (AssertionError, KeyError, AttributeError, NotImplementedError):
+            assert isinstance(raised.value, kind)
         assert [problem.path.removeprefix("policy.") for problem in raised.value.problems] == [
+            # the schema's
             "precision",
-            "reward_model_cfg.enabled",
-            "generation.colocated.enabled",
-            "megatron_cfg.model_overrides.bf16",
-            "megatron_cfg.model_overrides.nope",
-            "sequence_packing.enabled",
             "megatron_cfg.pipeline_dtype",
             "megatron_cfg.activation_checkpointing",
+            "megatron_cfg.optimizer.lr",
+            "generation.colocated",
+            # the rules between settings
+            "reward_model_cfg.enabled",
+            "sequence_packing.enabled",
             "megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d",
-            "megatron_cfg.freeze_vision_model",
             "megatron_cfg.defer_fp32_logits",
+            "megatron_cfg.model_overrides.bf16",
+            # what this model's provider and this Megatron have to say
+            "megatron_cfg.model_overrides.nope",
+            "megatron_cfg.freeze_vision_model",
+            "megatron_cfg.peft.rank",
             "megatron_cfg.train_iters",
             "megatron_cfg.optimizer.rate",
         ]
@@ -365,11 +342,84 @@ class TestFinalize:
         setup_model_config(config, 0, torch.bfloat16, hf_folder, str(tmp_path))
         assert calls[-2:] == ["finalize", "__post_init__"]
 
-    def test_what_megatron_rejects_says_where_it_came_from(self, hf_folder: str) -> None:
-        config = base(tensor_model_parallel_size=3)  # (of 4 heads)
-        with pytest.raises(Exception) as raised:  # noqa: PT011 (Megatron's own)
-            setup_model_config(config, 0, torch.bfloat16, hf_folder, None, skip_weight_load=True)
-        assert "policy.megatron_cfg" in raised.value.__notes__[0]
+
+class TestRefusals:
+    """What Megatron itself does not take is said in the words of the config."""
+
+    @pytest.mark.parametrize(
+        ("settings", "path", "found", "text"),
+        [
+            # (of 4 heads)
+            ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size", 3, "must be a multiple of"),
+            # (a KeyError of the value alone)
+            ({"cuda_graph_impl": "local", "cuda_graph_modules": "nope"}, "cuda_graph_modules", "nope", "nope"),
+            ({"activation_checkpointing": "selective", "recompute_modules": ["x"]}, "recompute_modules", ["x"], "x"),
+            ({"expert_model_parallel_size": 2}, "", "refused", "num_moe_experts must be"),
+            # (a bare assert)
+            (
+                {"transformer_impl": "inference_optimized", "model_overrides": {"add_qkv_bias": True}},
+                "model_overrides.add_qkv_bias",
+                True,
+                "assert not self.add_qkv_bias",
+            ),
+        ],
+    )
+    def test_the_key_is_named(self, hf_folder: str, settings: Any, path: str, found: Any, text: str) -> None:
+        with pytest.raises(ValueError, match="Megatron refuses the model, of ") as raised:
+            setup_model_config(base(**settings), 0, torch.bfloat16, hf_folder, None, skip_weight_load=True)
+        (problem,) = raised.value.problems
+        assert problem.path == f"policy.megatron_cfg.{path}".rstrip(".")
+        assert problem.found == found
+        assert text in problem.remedy
+        assert raised.value.__cause__ is not None
+
+    def test_settings_of_a_wrong_type(self, hf_folder: str) -> None:
+        config = base(model_overrides={"num_attention_heads": "many"})
+        with pytest.raises(TypeError, match="Megatron refuses the model, of ") as raised:
+            run(config, hf_folder)
+        assert isinstance(raised.value, ValueError)
+
+
+class TestModelName:
+    """A model that is not there is said to be so, at once and beside all else that is wrong."""
+
+    @pytest.mark.parametrize("name", ["", "/nowhere/model", "./nowhere", "~/nowhere"])
+    def test_a_folder_that_is_not_there(self, name: str) -> None:
+        with pytest.raises(ValueError, match=r"policy\.model_name is '.*': must be a Hugging Face id or a folder"):
+            run(base(), name)
+
+    def test_a_folder_without_an_architecture(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"must be a folder with a config\.json: this one has none"):
+            run(base(), str(tmp_path))
+
+    def test_beside_other_problems(self) -> None:
+        with pytest.raises(ValueError, match="2 problems") as raised:
+            run(base() | {"precision": "half"}, "/nowhere/model")
+        assert [problem.path for problem in raised.value.problems] == ["policy.precision", "policy.model_name"]
+
+    def test_an_architecture_that_bridge_does_not_know(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+        with pytest.raises(ValueError, match=r"policy\.model_name is .*: cannot be made a Megatron model: "):
+            run(base(), str(tmp_path))
+
+
+def test_a_missing_checkpoint_beside_a_wrong_config(hf_folder: str, tmp_path: Path) -> None:
+    config = base() | {"precision": "half"}
+    with pytest.raises(ValueError, match=r"policy\.precision is 'half'") as raised:
+        validate_and_set_config(config, 0, hf_folder, str(tmp_path), None, None)
+    assert isinstance(raised.value.__cause__, FileNotFoundError)
+
+
+def test_unknown_keys_are_warned_of_once(hf_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = base(tensor_parallel_size=2)
+    for rank in (0, 1):
+        with caplog.at_level(logging.WARNING, "megasetup"):
+            validate_and_set_config(config, rank, hf_folder, None, None, None, skip_weight_load=True)
+    said = [message for message in caplog.messages if "tensor_parallel_size" in message]
+    assert said == [
+        "policy.megatron_cfg.tensor_parallel_size is 2: not a known key; did you mean "
+        "policy.megatron_cfg.tensor_model_parallel_size?"
+    ]
 
 
 FP8 = {"enabled": True, "fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True}
@@ -422,3 +472,24 @@ def test_no_environment_is_left_changed(hf_folder: str) -> None:
     before = dict(os.environ)
     run(base(), hf_folder)
     assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="needs no Transformer Engine")
+def test_a_mixture_of_experts_can_be_set_up_without_transformer_engine(tmp_path: Path) -> None:
+    folder = write_hf_folder("moe", tmp_path)
+    assert provider_from_hf({}, folder).moe_permute_fusion is True  # (Bridge's default)
+    megatron = {"train_iters": 1, "optimizer": {"bf16": True}}
+    config = {"precision": "bfloat16", "megatron_cfg": megatron}
+    _, provider = setup_model_config(config, 0, torch.bfloat16, folder, None, skip_weight_load=True)
+    assert provider.moe_permute_fusion is False
+    with pytest.raises(
+        ValueError, match=r"policy\.megatron_cfg\.moe_permute_fusion is True: must be false: .* Transformer Engine"
+    ):
+        setup_model_config(
+            config | {"megatron_cfg": {**megatron, "moe_permute_fusion": True}},
+            0,
+            torch.bfloat16,
+            folder,
+            None,
+            skip_weight_load=True,
+        )

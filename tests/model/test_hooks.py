@@ -14,7 +14,6 @@ pytest.importorskip("megatron.core")
 from megasetup.compat.bridge import import_bridge
 from megasetup.model.hooks import (
     check_supported,
-    create_lora,
     freeze_hook,
     freeze_routers,
     lora_hook,
@@ -122,49 +121,6 @@ def test_nothing_to_do(settings: dict[str, Any]) -> None:
         num_layers=1, hidden_size=8, num_attention_heads=1
     )
     assert pre_wrap_hooks({"megatron_cfg": settings}, provider, None) == []
-
-
-@needs_bridge
-def test_lora_takes_every_setting() -> None:
-    peft = {
-        "enabled": True,
-        "target_modules": ["linear_qkv"],
-        "exclude_modules": [],
-        "dim": 4,
-        "alpha": 16,
-        "dropout": 0.1,
-        "dropout_position": "post",
-        "lora_A_init_method": "kaiming",
-        "lora_B_init_method": "zero",
-        "a2a_experimental": False,
-        "lora_dtype": "bfloat16",
-    }
-    lora = create_lora({"megatron_cfg": {"peft": peft}})
-    assert (lora.target_modules, lora.dim, lora.alpha, lora.dropout) == (["linear_qkv"], 4, 16, 0.1)
-    assert (lora.dropout_position, lora.lora_A_init_method, lora.lora_dtype) == ("post", "kaiming", torch.bfloat16)
-    assert create_lora({"megatron_cfg": {"peft": peft}}, lora_A_init_method="xavier").lora_A_init_method == "xavier"
-
-
-@needs_bridge
-def test_lora_leaves_its_defaults() -> None:
-    peft = {"enabled": True, "dim": 4, "alpha": 16, "target_modules": None, "exclude_modules": None, "lora_dtype": None}
-    lora = create_lora({"megatron_cfg": {"peft": peft}})
-    assert lora.target_modules == ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-    assert lora.lora_dtype is None
-
-
-@needs_bridge
-@pytest.mark.parametrize("peft", [None, {}, {"enabled": False}])
-def test_no_lora(peft: dict[str, Any] | None) -> None:
-    assert create_lora({"megatron_cfg": {"peft": peft}}) is None
-
-
-@needs_bridge
-def test_lora_problems_come_together() -> None:
-    with pytest.raises(ValueError, match="3 problems") as caught:
-        create_lora({"megatron_cfg": {"peft": {"enabled": True, "rank": 4}}})
-    for key in ("dim is missing", "alpha is missing", "rank is 4"):
-        assert f"policy.megatron_cfg.peft.{key}" in str(caught.value)
 
 
 @needs_bridge

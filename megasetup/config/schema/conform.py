@@ -4,8 +4,11 @@ pydantic finds them all in one pass. Its words are made for programmers and its 
 both are made anew here from the schema, as the reference page has them.
 """
 
+import contextlib
 import difflib
+import enum
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +60,8 @@ def check(config: Any, section: Any, path: str, problems: Problems) -> list[Prob
         else:
             kind = ConfigTypeError if error["type"].endswith("_type") else ConfigError
             found, wanted = _value(plain, names), type_at(section, names)
-            problems.add(dotted(path, names) or "the config", found, f"must be {in_words(wanted)}{_hint(found)}", kind)
+            hint = _hint(found, optional=not _is_required(names, section))
+            problems.add(dotted(path, names) or "the config", found, f"must be {in_words(wanted)}{hint}", kind)
     return [warning for names in unknown if (warning := _unknown(names, plain, section, path)) is not None]
 
 
@@ -74,14 +78,14 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Plain containers, as a strict check wants them; a dtype becomes its name."""
+    """Plain containers, as a strict check wants them; a dtype, and a member of an enum, becomes its name."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain(item) for item in value]
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value)
-    return value
+    return value.name if isinstance(value, enum.Enum) else value
 
 
 def _names(error: Any, plain: Any) -> Names:
@@ -115,17 +119,21 @@ def _add_missing(names: Names, plain: Any, section: Any, path: str, problems: Pr
     problems.add(dotted(path, names), MISSING, f"must be given: {in_words(key.type)}{hint}", ConfigKeyError)
 
 
-def _hint(found: Any) -> str:
+def _is_required(names: Names, section: Any) -> bool:
+    *inner, name = names or (0,)
+    parent = section_in(type_at(section, inner))
+    return parent is None or isinstance(name, int) or keys_of(parent)[name].required
+
+
+def _hint(found: Any, *, optional: bool) -> str:
     if found is None:
-        return "; leave the key out for its default"
+        return "; leave the key out for its default" if optional else ""
     if isinstance(found, str):
         if found.lower() in ("true", "false", "null"):
             return f"; {found!r} in quotes is text"
-        try:
-            float(found)
-        except ValueError:
-            return ""
-        return f"; YAML read {found} as text: write {float(found)!r} without quotes"
+        with contextlib.suppress(ValueError):
+            if math.isfinite(number := float(found)):
+                return f"; YAML read {found} as text: write {number!r} without quotes"
     return ""
 
 

@@ -45,7 +45,7 @@ DtypeName = Annotated[
 
 _OPEN = "__open_section__"
 
-section = with_config(ConfigDict(strict=True, extra="forbid"))
+section = with_config(ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 """Marks a TypedDict whose keys are all listed: another key is noticed, and no value is converted to fit its type."""
 
 
