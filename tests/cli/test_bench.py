@@ -150,6 +150,9 @@ def test_host(megasetup, tmp_path):
     data = json.loads((tmp_path / "host.json").read_text())
     asked = [(result["function"], result["threads"]) for result in data["results"]]
     assert asked == [(name, threads) for threads in (1, 2) for name in ("widen", "narrow", "compare")]
+    for widened in data["results"][::3]:
+        rate = widened["megasetup"]["elements_per_second"]
+        assert math.isclose(widened["share_of_host_writes"], rate * 4 / widened["host_write_bandwidth"])
     assert data["verified"]
     assert data["pinning"] == []
 

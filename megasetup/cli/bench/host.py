@@ -5,6 +5,7 @@ The tensors are larger than any cache, as a model's weights are, so memory bandw
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch
 from megasetup import host, kernels
 from megasetup.cli.console import Steps, gigabytes
 from megasetup.cli.errors import CommandError
+from megasetup.cli.host_writes import measure_host_writes
 from megasetup.cli.timing import seconds_of, summary
 
 _CPU = torch.device("cpu")
 # BF16 source and result, FP32 target, and torch's FP32 temporary of a comparison.
 _BYTES_PER_ELEMENT = 2 + 2 + 4 + 4
 FUNCTIONS = 3
+# OpenMP's threads go on spinning after torch's part, on the very cores that the other way is then timed on.
+_SETTLING_SECONDS = 0.05
 
 
 def _torch_compare(weight: torch.Tensor, master: torch.Tensor) -> bool:
@@ -59,6 +63,11 @@ def measure(elements: int, threads: Sequence[int], repeat: int, progress: Steps)
                 results.append({"function": name, "threads": count, **_in_turn(ours, theirs, elements, repeat)})
             difference = kernels.compare([low], [high])[0].exact_differences
             results[-1]["verified"] = difference == 0 and torch.equal(low, back) and _torch_compare(low, high)
+            # What bounds widening, whose writes alone are two thirds of its traffic.
+            writes = measure_host_writes(high, repeat)
+            widened = results[-len(ways)]
+            widened["host_write_bandwidth"] = writes
+            widened["share_of_host_writes"] = widened["megasetup"]["elements_per_second"] * high.itemsize / writes
     finally:
         kernels.set_num_threads(threads_before)
         torch.set_num_threads(torch_threads_before)
@@ -69,6 +78,7 @@ def _in_turn(ours: Callable[[], Any], theirs: Callable[[], Any], elements: int, 
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(repeat + 1):
         for way, taken in zip((ours, theirs), seconds, strict=True):
+            time.sleep(_SETTLING_SECONDS)
             one, _ = seconds_of(way, _CPU)
             if turn:  # the first turn warms up
                 taken.append(one)

@@ -179,14 +179,18 @@ def show_expert_bias(data: dict[str, Any], console: Console) -> None:
 def show_host(data: dict[str, Any], console: Console) -> None:
     """The tables of `bench host`."""
     title(console, f"CPU kernels on {amount(data['elements'])} elements, {data['instruction_set']}")
-    rows = table(("function", "threads", "megasetup, G elements/s", "torch, G elements/s", "faster"))
+    rows = table(
+        ("function", "threads", "megasetup, G elements/s", "torch, G elements/s", "faster", "of what memory takes")
+    )
     for result in data["results"]:
+        share = result.get("share_of_host_writes")
         rows.add_row(
             result["function"],
             str(result["threads"]),
             rate(result["megasetup"]["elements_per_second"]),
             rate(result["torch"]["elements_per_second"]),
             times(result["times_faster"]),
+            "" if share is None else f"{share:.0%}",
         )
     console.print(rows)
     if not data["verified"]:
