@@ -31,12 +31,12 @@ from megasetup.config import (
 )
 from megasetup.config.checkpoint import create_checkpoint_config
 from megasetup.config.environment import configure_refit_environment
-from megasetup.config.errors import ConfigNotImplementedError, config_error
 from megasetup.config.logprobs import validate_chunking_config
 from megasetup.config.value_model import make_policy_like_config
 from megasetup.masters import sync_master_weights
 from megasetup.model import distributed, finalize
 from megasetup.model.distributed import setup_distributed
+from megasetup.model.draft import create_draft_pre_wrap_hook
 from megasetup.model.inference import build_inference_model
 from megasetup.model.reference import setup_reference_model_state
 from megasetup.model.training import setup_model_and_optimizer
@@ -223,16 +223,9 @@ def _create_draft_pre_wrap_hook(
     *,
     preload_policy_from_pretrained: bool,
 ) -> Callable[[list[Any]], list[Any]]:
-    """Would create the hook that attaches a draft model.
-
-    Raises:
-        ConfigNotImplementedError: always; drafts are not supported yet.
-    """
-    raise config_error(
-        "policy.draft.enabled",
-        (policy_cfg.get("draft") or {}).get("enabled"),
-        "must be false: draft models are not supported yet",
-        ConfigNotImplementedError,
+    """See megasetup.model.draft.create_draft_pre_wrap_hook."""
+    return create_draft_pre_wrap_hook(
+        policy_cfg, megatron_cfg, state, preload_policy_from_pretrained=preload_policy_from_pretrained
     )
 
 

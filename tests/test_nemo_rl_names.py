@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -100,11 +101,12 @@ def test_another_name_is_an_attribute_error() -> None:
         _ = nemo_rl.no_such_name
 
 
-def test_drafts_are_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match=r"policy\.draft\.enabled is True: must be false"):
-        nemo_rl._create_draft_pre_wrap_hook(
-            {"draft": {"enabled": True}}, None, None, preload_policy_from_pretrained=True
-        )
+def test_the_draft_hook_refuses_a_second_draft() -> None:
+    hook = nemo_rl._create_draft_pre_wrap_hook(
+        {"draft": {"enabled": True}}, None, None, preload_policy_from_pretrained=True
+    )
+    with pytest.raises(ValueError, match=r"policy\.draft: the policy has a draft model already"):
+        hook([SimpleNamespace(draft_model="the first")])
 
 
 def test_code_of_models_is_trusted_unless_the_config_says_no(caplog: pytest.LogCaptureFixture) -> None:

@@ -97,6 +97,7 @@ def rules() -> Sequence[Rule]:
     # (here, because they need torch)
     from megasetup.config import (
         data_parallel,
+        draft,
         logprobs,
         optimizer,
         overrides,
@@ -119,6 +120,7 @@ def rules() -> Sequence[Rule]:
         logprobs.fused_linear_logprobs_settings,
         peft.validate_peft_config,
         router_replay.validate_router_replay_config,
+        draft.validate_draft_config,
         lambda config: overrides.validate_model_override_conflicts(
             megatron_cfg(config), section(config, "megatron_cfg", "model_overrides")
         ),

@@ -2,18 +2,21 @@
 
 Each hook takes the list of model chunks and returns it. They run in one order, which `pre_wrap_hooks` knows: routers
 are frozen first and the model's own freeze() follows, because LoRA freezes all the rest itself and must find what is
-left to adapt; the caller's hooks see the finished model.
+left to adapt; a draft comes after it, so that it is trained whole; the caller's hooks see the finished model.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megasetup.config.draft import DRAFT, draft_enabled
 from megasetup.config.errors import ConfigAttributeError, ConfigNotImplementedError, config_error
-from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
+from megasetup.config.fields import MEGATRON, megatron_cfg
 from megasetup.model.bridge import is_checkpoint, load_weights_from
+from megasetup.model.draft import create_draft_pre_wrap_hook
 from megasetup.moe import find_routers
 
 _logger = logging.getLogger("megasetup")
@@ -22,15 +25,38 @@ type Hook = Callable[[list[Any]], list[Any]]
 
 
 def check_supported(policy_cfg: Mapping[str, Any]) -> None:
-    """Refuse what a config may ask for and this version does not offer.
+    """Refuse what a config asks for and this machine has not the packages for, before anything is built.
 
     Raises:
-        ConfigNotImplementedError: a draft model.
+        ConfigNotImplementedError: a draft model without ModelOpt or Transformer Engine.
     """
-    if section(policy_cfg, "draft").get("enabled"):
-        raise config_error(
-            f"{POLICY}.draft.enabled", True, "must be false: not supported yet", ConfigNotImplementedError
-        )
+    if not draft_enabled(policy_cfg):
+        return
+    for package, install in (
+        ("modelopt", "pip install nvidia-modelopt"),
+        ("transformer_engine", "pip install --no-build-isolation 'transformer-engine[pytorch]'"),
+    ):
+        if importlib.util.find_spec(package) is None:
+            raise config_error(
+                f"{DRAFT}.enabled",
+                True,
+                f"must be false, or {package} installed, which drafts are built with: {install}",
+                ConfigNotImplementedError,
+            )
+
+
+def draft_hook(policy_cfg: Mapping[str, Any], cfg: Any, state: Any, *, load_base: bool) -> Hook | None:
+    """The hook that attaches a draft, or None without one.
+
+    Args:
+        policy_cfg: the policy config.
+        cfg: the ConfigContainer.
+        state: the GlobalState.
+        load_base: whether the policy's weights are to be loaded from the pretrained checkpoint first.
+    """
+    if not draft_enabled(policy_cfg):
+        return None
+    return create_draft_pre_wrap_hook(policy_cfg, cfg, state, preload_policy_from_pretrained=load_base)
 
 
 def freeze_routers(chunks: list[Any]) -> list[Any]:
@@ -93,7 +119,11 @@ def lora_hook(lora: Any, state: Any, *, load_base: bool) -> Hook:
 
 
 def pre_wrap_hooks(
-    policy_cfg: Mapping[str, Any], provider: Any, lora: Hook | None, additional: Sequence[Hook] = ()
+    policy_cfg: Mapping[str, Any],
+    provider: Any,
+    lora: Hook | None,
+    additional: Sequence[Hook] = (),
+    draft: Hook | None = None,
 ) -> list[Hook]:
     """All hooks, in the order in which they run.
 
@@ -102,6 +132,7 @@ def pre_wrap_hooks(
         provider: the model provider, whose own hooks (registered on it) come first.
         lora: the LoRA hook, if there is one.
         additional: the caller's, last.
+        draft: the hook that attaches a draft, if there is one.
     """
     megatron = megatron_cfg(policy_cfg)
     hooks: list[Hook] = []
@@ -113,6 +144,8 @@ def pre_wrap_hooks(
         hooks.append(freeze_hook(megatron["freeze_config"]))
     if lora is not None:
         hooks.append(lora)
+    if draft is not None:
+        hooks.append(draft)
     hooks += additional
     return hooks
 

@@ -22,7 +22,8 @@ from megasetup.config.fields import section
 from megasetup.config.peft import create_lora
 from megasetup.masters import AuditReport, audit_master_weights, ensure_master_weights, sync_master_weights
 from megasetup.model import bridge
-from megasetup.model.hooks import Hook, check_supported, lora_hook, pre_wrap_hooks, run_hooks
+from megasetup.model.draft import get_attached_draft_model
+from megasetup.model.hooks import Hook, check_supported, draft_hook, lora_hook, pre_wrap_hooks, run_hooks
 from megasetup.model.report import SetupReport
 from megasetup.model.stages import Stages
 
@@ -62,7 +63,7 @@ class ModelAndOptimizerState(_StateFields):
         checkpointing_context: what Bridge's load and save functions share.
         param_sync_func: what starts the gathering of parameters where that overlaps and is aligned (one function, or a
             list for several chunks), else None.
-        draft_model: None: drafts are not supported yet.
+        draft_model: the draft on the ranks that have one (the last pipeline stage), else None.
         colocated_reshard_plan: for colocated generation by Megatron, else None.
         report: what the setup did, a SetupReport. Not one of the tuple's fields.
     """
@@ -130,7 +131,10 @@ def setup_model_and_optimizer(
             "model", "give the model more GPUs (tensor or pipeline parallelism), or free this one"
         ) as stage:
             adapt = None if lora is None else lora_hook(lora, state, load_base=load_weights)
-            hooks = pre_wrap_hooks(policy_cfg, megatron_cfg.model, adapt, additional_pre_wrap_hooks or ())
+            # A checkpoint to resume holds the draft. A pretrained one does not, and is loaded before there is one.
+            fresh = load_weights and not bridge.is_checkpoint(megatron_cfg.checkpoint.load)
+            draft = draft_hook(policy_cfg, megatron_cfg, state, load_base=fresh and lora is None)
+            hooks = pre_wrap_hooks(policy_cfg, megatron_cfg.model, adapt, additional_pre_wrap_hooks or (), draft)
             chunks = build_chunks(policy_cfg, megatron_cfg, groups, hooks)
             stage.bytes = _bytes_of(chunks)
         optimizer = scheduler = None
@@ -139,7 +143,8 @@ def setup_model_and_optimizer(
                 optimizer, scheduler = _build_optimizer(policy_cfg, megatron_cfg, state, chunks, groups)
         resumed = False
         if load_weights:
-            resumed = _load(stages, state, chunks, optimizer, scheduler, context, pre_load_checkpoint_hook)
+            beside = ["adapters as initialised"] * (lora is not None) + ["a draft"] * (draft is not None)
+            resumed = _load(stages, state, chunks, optimizer, scheduler, context, pre_load_checkpoint_hook, beside)
         if optimizer is not None:
             _make_masters_true(stages, megatron_cfg, chunks, optimizer, resumed=resumed)
         result = ModelAndOptimizerState(
@@ -149,7 +154,7 @@ def setup_model_and_optimizer(
             scheduler,
             context,
             param_sync_function(megatron_cfg, chunks),
-            None,
+            get_attached_draft_model(chunks),
             plan,
         )
         result.report = report
@@ -274,8 +279,12 @@ def _load(
     scheduler: Any,
     context: dict[str, Any],
     before: Callable[[list[Any]], object] | None,
+    beside: list[str],
 ) -> bool:
-    """Load a checkpoint. Returns whether optimizer state was restored."""
+    """Load a checkpoint. Returns whether optimizer state was restored.
+
+    beside: what hooks have put beside the base model; they have loaded its weights then, unless this is a resume.
+    """
     cfg = state.cfg
     settings = cfg.checkpoint
     remedy = (
@@ -290,8 +299,8 @@ def _load(
                 f"checkpoint.pretrained_checkpoint ({settings.pretrained_checkpoint}). Convert the model first "
                 "(handle_model_import), or pass load_weights=False"
             )
-        if cfg.peft is not None and not resumes:
-            stages.report.weights = f"base model {settings.pretrained_checkpoint}, adapters as initialised"
+        if beside and not resumes:
+            stages.report.weights = f"base model {settings.pretrained_checkpoint}, {', '.join(beside)}"
             return False
         if before is not None:
             before(chunks)

@@ -132,9 +132,14 @@ def test_lora_without_its_base_model(tmp_path: Any) -> None:
         lora_hook(None, state, load_base=True)([])
 
 
-def test_what_is_not_supported_is_named() -> None:
-    with pytest.raises(NotImplementedError, match=r"policy\.draft\.enabled is True: must be false"):
+@pytest.mark.parametrize("missing", ["modelopt", "transformer_engine"])
+def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(NotImplementedError, match=rf"policy\.draft\.enabled is True: must be false, or {missing} inst"):
         check_supported({"draft": {"enabled": True}, "megatron_cfg": {}})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    check_supported({"draft": {"enabled": True}, "megatron_cfg": {}})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     check_supported(
         {
             "draft": None,

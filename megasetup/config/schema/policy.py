@@ -141,13 +141,22 @@ class DraftConfig(TypedDict, total=False):
 
     enabled: Required[Annotated[bool, Key("Attaches a draft model.", "a hook before the model is wrapped")]]
     model_name: Annotated[
-        str | None, Key("The draft's Hugging Face id or folder.", "the draft's weights", "fresh weights")
+        str | None,
+        Key(
+            "The draft's Hugging Face id or folder: its config.json and weights.",
+            "the draft's hook",
+            "the policy's sizes, fresh weights, the policy's LM head",
+        ),
     ]
     loss_weight: Annotated[float, Key("The weight of the draft's loss.", TRAINER, _TRAINERS)]
-    num_layers: Annotated[Size | None, Key("The draft's layers.", "the draft's config", "the draft model's")]
+    num_layers: Annotated[Size | None, Key("The draft's layers.", "the draft's hook", "the draft config's, else 1")]
     aux_layer_indices: Annotated[
         list[int] | None,
-        Key("Layers whose hidden states the draft reads.", "the draft's hook", "the draft's own choice"),
+        Key(
+            "Layers of the policy after which the draft reads its hidden states, counted from 0.",
+            "the draft's hook",
+            "the draft config's, else an early, a middle and a late layer",
+        ),
     ]
 
 
