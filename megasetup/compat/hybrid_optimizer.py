@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 _lock = threading.Lock()
 _depth = 0
 _originals: list[tuple[type, Callable[..., None]]] = []
@@ -94,6 +96,7 @@ def _patch() -> None:
         construct_distributed(self, *args, **kwargs)
         if isinstance(self.optimizer, PipelinedHybridOptimizer):
             self.optimizer.make()
+            _repair_places(self)
             _repair_loading(self)
 
     _originals.append((HybridDeviceOptimizer, construct_hybrid))
@@ -102,12 +105,21 @@ def _patch() -> None:
     DistributedOptimizer.__init__ = distributed
 
 
+def _repair_places(distributed: Any) -> None:
+    """Have Megatron find each parameter where it has put it: in each group those that are natively FP32 come first."""
+    for group, (native, widened) in enumerate(
+        zip(distributed.model_fp32_groups, distributed.model_float16_groups, strict=True)
+    ):
+        for place, param in enumerate([*native, *widened]):
+            distributed.model_param_group_index_map[param] = (group, place)
+
+
 def _repair_loading(distributed: Any) -> None:
     set_tensors = distributed._set_main_param_and_optimizer_states
 
     def set_what_is_there(model_param: Any, tensors: dict[str, Any]) -> None:
         # What is not a tensor is skipped; the hybrid optimizer counts its steps and keeps its masters itself.
-        set_tensors(model_param, {"step": None, "master_param": None, **tensors})
+        set_tensors(model_param, {"master_param": None, **tensors, "step": None})
 
     distributed._set_main_param_and_optimizer_states = set_what_is_there
     for name in ("load_parameter_state_from_dp_zero", "load_parameter_state_from_dp_reshardable"):
@@ -116,6 +128,7 @@ def _repair_loading(distributed: Any) -> None:
 
 def _followed_by_sync(distributed: Any, load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
+    @torch.no_grad()
     def loaded(*args: Any, **kwargs: Any) -> None:
         load(*args, **kwargs)
         distributed.optimizer._sync_hdo_state_to_sub_optimizers()

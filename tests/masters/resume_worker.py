@@ -26,6 +26,9 @@ def reached(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     found = {f"weight {name}": parameter for name, parameter in chunk.named_parameters()}
     for part_index, part in enumerate(optimizer.chained_optimizers):
         hybrid = part.optimizer
+        # Transformer Engine's optimizer counts in the group; a load adds a count to the state, which it does not read.
+        on_gpu = hybrid.gpu_optimizer.param_groups if hybrid.gpu_optimizer is not None else []
+        steps = {param: group["step"] for group in on_gpu if "step" in group for param in group["params"]}
         for group_index, group in enumerate(hybrid.param_groups):
             for index, param in enumerate(group["params"]):
                 place = f"{part_index}.{group_index}.{index}"
@@ -33,12 +36,14 @@ def reached(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
                 found[f"master {place}"] = hybrid.param_to_inner_param[param]
                 for key, value in hybrid.state[param].items():
                     found[f"{key} {place}"] = torch.as_tensor(value)
+                if (inner := hybrid.param_to_inner_param[param]) in steps:
+                    found[f"step {place}"] = torch.as_tensor(steps[inner])
     return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
 
 def sharded(chunk: Any, optimizer: Any, sharding: str, *, is_loading: bool) -> dict[str, Any]:
     metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": True}
-    model = chunk.sharded_state_dict(metadata=dict(metadata))
+    model = chunk.module.sharded_state_dict(metadata=dict(metadata))
     return {
         "model": model,
         "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
@@ -71,7 +76,7 @@ def run(
     if what == "five more":
         state = sharded(chunk, optimizer, sharding, is_loading=True)
         loaded = dist_checkpointing.load(state, str(checkpoint))
-        chunk.load_state_dict(loaded["model"])
+        chunk.module.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
         train(chunk, optimizer, 5, first=5, seed=rank)
         return reached(chunk, optimizer)
