@@ -7,7 +7,6 @@ paths, Megatron-Bridge's container and its validation. Whatever a step finds is 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasetup.cli.configs import load, quiet_libraries
+from megasetup.cli.check_steps import steps_of_a_run
+from megasetup.cli.configs import heard_warnings, load, quiet_libraries
 from megasetup.cli.differences import Difference, differences
 from megasetup.cli.flows import optional_flows
-
-# Settings of speed without which nothing else about a run changes, and which Megatron refuses without Transformer
-# Engine: they are left off where it is missing, so that the rest can be checked.
-_NEED_TRANSFORMER_ENGINE = ("moe_permute_fusion", "apply_rope_fusion")
 
 
 @dataclass
@@ -93,57 +89,61 @@ def examine(
         gpus: how many the run has. Default: as few as its sizes allow.
         weights_path, optimizer_path: of training checkpoints, as a trainer passes them to the setup.
     """
-    from megasetup.config.errors import ConfigError
-    from megasetup.config.validate import examine_file
+    from megasetup.config.environment import environment_restored
+    from megasetup.config.errors import ConfigError, Problems
+    from megasetup.config.validate import examine_file, of_model
 
     check = Check()
     try:
         loaded = load(path, overrides)
-    except (ConfigError, OSError) as error:
-        check.problems += _lines(error)
+    except ConfigError as error:
+        check.problems += map(str, error.problems)
         return check
-    findings = examine_file(loaded.config, strict=strict)
-    reported = {problem.path for problem in findings.problems}
-    check.problems += [str(loaded.located(problem)) for problem in findings.problems]
-    check.warnings += [str(loaded.located(warning)) for warning in findings.warnings]
-    models = [name for name in ("policy", "value") if isinstance(loaded.config.get(name), Mapping)]
-    if not models and not check.problems:
-        check.problems.append(f"{path} has no policy: a trainer's file holds one under `policy:`")
-    for name in models:
+    except OSError as error:
+        check.problems.append(str(error))
+        return check
+    findings = examine_file(loaded.config, strict=strict, locate=loaded.located)
+    known = findings.problems.paths() | {warning.path for warning in findings.warnings}
+    check.problems += map(str, findings.problems)
+    check.warnings += map(str, findings.warnings)
+    for name in ("policy", "value"):
+        config = loaded.config.get(name)
+        if not isinstance(config, Mapping):
+            continue
         model = ModelCheck(name)
-        try:
-            with quiet_libraries(), contextlib.redirect_stdout(io.StringIO()):
-                _examine_model(model, loaded.config[name], check, gpus, weights_path, optimizer_path)
-        except ConfigError as error:
-            for problem in error.problems:
-                located = loaded.located(_of_model(problem, name))
-                if located.path not in reported:
-                    check.problems.append(str(located))
-        except (ValueError, AssertionError, LookupError, OSError, RuntimeError) as error:
-            # A config that is known to be wrong may break any step after; that is no news.
-            if not check.problems:
-                check.problems += [f"{name}: {line}" for line in _lines(error)]
-        except (TypeError, AttributeError):
-            if not check.problems:
-                raise
+        problems = Problems()
+        with heard_warnings() as heard:
+            try:
+                with quiet_libraries(), environment_restored(), contextlib.redirect_stdout(io.StringIO()):
+                    _examine_model(model, config, check, gpus, weights_path, optimizer_path)
+            except ConfigError as error:
+                problems.add_news(of_model(error, name), known)
+            except Exception as error:
+                # A config that is known to be wrong may break any step after; that is no news.
+                if not check.problems:
+                    check.problems.append(f"{name}: {_explained(error)}")
+        check.problems += [str(loaded.located(problem)) for problem in problems]
+        check.warnings += [warning for warning in heard if _path_in(warning, name) not in known]
         check.models.append(model)
     return check
 
 
-def _of_model(problem: Any, name: str) -> Any:
-    from megasetup.config.errors import Problem
+def _path_in(warning: str, name: str) -> str:
+    """The path of the key that a warning of the setup begins with. (The setup calls every model a policy.)"""
+    path = warning.partition(" ")[0]
+    return name + path.removeprefix("policy") if path.startswith("policy") else path
 
-    own = problem.path.startswith("policy.") or problem.path == "policy"
-    return Problem(name + problem.path.removeprefix("policy"), problem.found, problem.remedy) if own else problem
 
+def _explained(error: Exception) -> str:
+    """What a step that could not go on says, for a reader who need not see where in the code it was.
 
-def _lines(error: Exception) -> list[str]:
-    problems = getattr(error, "problems", None)
-    if problems:
-        return [str(problem) for problem in problems]
-    text = str(error) or type(error).__name__
+    Raises:
+        Exception: the same, where it is none that a config, a path or a library may lead to.
+    """
     notes = getattr(error, "__notes__", [])
-    return ["\n".join([text, *notes])]
+    if not notes and not isinstance(error, ValueError | AssertionError | LookupError | OSError | RuntimeError):
+        raise error
+    return "\n".join([str(error) or type(error).__name__, *notes])
 
 
 def _examine_model(
@@ -155,20 +155,22 @@ def _examine_model(
     optimizer_path: Path | None,
 ) -> None:
     from megasetup.checkpoint.paths import validate_model_paths
+    from megasetup.config.checkpoint import create_policy_checkpoint_config
     from megasetup.config.value_model import make_policy_like_config
 
     policy = make_policy_like_config(config) if model.name == "value" else dict(config)
     hf_model_name, pretrained_path, exists = validate_model_paths(policy)
     # (the trainer's checkpoints are the policy's; a value model's lie elsewhere)
-    weights, optimizer = (weights_path, optimizer_path) if model.name == "policy" else (None, None)
-    model.steps = _steps(policy, hf_model_name, pretrained_path, exists, weights, optimizer)
-    policy = _without_transformer_engine(policy, model.name, check)
+    own = (weights_path, optimizer_path) if model.name == "policy" else (None, None)
+    weights, optimizer = (None if path is None else str(path) for path in own)
+    model.steps = steps_of_a_run(policy, hf_model_name, pretrained_path, exists, weights, optimizer)
+    policy = _without_refused_fusions(policy, model.name, check)
     default, runtime = _build(policy, hf_model_name, pretrained_path, exists, weights, optimizer)
     container = runtime.megatron_cfg
-    sizes = _validate(container, gpus)
+    sizes = _validate(container, policy, gpus, check)
     if not exists:
         # Bridge's validation wants the checkpoint to be there; the run will have made it by then.
-        container.checkpoint = _checkpoint(policy, pretrained_path, weights, optimizer)
+        container.checkpoint = create_policy_checkpoint_config(policy, pretrained_path, weights, optimizer)
     model.flows = optional_flows(policy)
     model.facts = {
         "model": type(runtime.model_cfg).__name__,
@@ -190,18 +192,18 @@ def _build(
     hf_model_name: str,
     pretrained_path: str,
     exists: bool,
-    weights_path: Path | None,
-    optimizer_path: Path | None,
+    weights: str | None,
+    optimizer: str | None,
 ) -> tuple[Any, Any]:
     """The provider as it comes, and the runtime config.
 
     A checkpoint that will only be made by the run is stood in for by the Hugging Face architecture that it will hold.
     """
+    from megasetup.compat.fusions import without_missing_fusions
     from megasetup.config.fields import section
     from megasetup.config.provider import provider_from_checkpoint, provider_from_hf
     from megasetup.config.runtime import validate_and_set_config
 
-    weights, optimizer = (None if path is None else str(path) for path in (weights_path, optimizer_path))
     runtime = validate_and_set_config(
         policy, 0, hf_model_name, pretrained_path if exists else None, weights, optimizer, skip_weight_load=not exists
     )
@@ -209,92 +211,45 @@ def _build(
         default = provider_from_checkpoint(pretrained_path, 0)
     else:
         default = provider_from_hf(policy, hf_model_name)
-    for name in _NEED_TRANSFORMER_ENGINE:
-        if not _has_transformer_engine() and hasattr(default, name):
-            setattr(default, name, False)
+    without_missing_fusions(default)
     default.finalize()
     return default, runtime
 
 
-def _checkpoint(
-    policy: Mapping[str, Any], pretrained_path: str, weights_path: Path | None, optimizer_path: Path | None
-) -> Any:
-    """The checkpoint settings of a run that has made its pretrained checkpoint."""
-    from megasetup.config.checkpoint import create_checkpoint_config
-    from megasetup.config.fields import section
-    from megasetup.config.performance import fp8_settings
-
-    weights, optimizer = (None if path is None else str(path) for path in (weights_path, optimizer_path))
-    main_params = bool(fp8_settings(policy).get("fp8_param")) and weights is None and optimizer is None
-    settings = section(policy, "megatron_cfg", "checkpoint")
-    return create_checkpoint_config(pretrained_path, weights, optimizer, main_params, settings)
-
-
-def _validate(container: Any, gpus: int | None) -> Any:
+def _validate(container: Any, policy: Mapping[str, Any], gpus: int | None, check: Check) -> Any:
     """Bridge's own validation, as on a rank of the run. Returns the sizes that it was done for."""
+    from megasetup.compat.flex_dispatcher import without_asking_the_gpu
+    from megasetup.config.refusals import REFUSALS, refusal
     from megasetup.planning import ParallelSizes, pretended_world
 
-    one = ParallelSizes.of(container.model, 1)
+    one, instances = ParallelSizes.of(container.model, 1), container.ddp.num_distributed_optimizer_instances
     fewest = math.lcm(one.tensor * one.pipeline * one.context, one.expert_tensor * one.expert * one.pipeline)
     sizes = ParallelSizes.of(
         container.model,
-        fewest if gpus is None else gpus,
-        optimizer_instances=container.ddp.num_distributed_optimizer_instances,
+        fewest * instances if gpus is None else gpus,
+        optimizer_instances=instances,
         use_tp_pp_dp_mapping=container.dist.use_tp_pp_dp_mapping,
     )
-    with pretended_world(sizes, 0):
-        container.validate()
+    if getattr(container.model, "moe_token_dispatcher_type", None) == "flex":
+        check.remarks.append("Whether the run's GPUs can use the flex dispatcher is found out when the run starts.")
+    with pretended_world(sizes, 0), without_asking_the_gpu():
+        try:
+            container.validate()
+        except REFUSALS as error:
+            raise refusal(error, policy, f"Megatron-Bridge says of a run on {sizes.gpus} GPUs") from error
     return sizes
 
 
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+def _without_refused_fusions(policy: dict[str, Any], name: str, check: Check) -> dict[str, Any]:
+    """The policy as it can be checked here: without what Megatron refuses on this machine, and the run's may have."""
+    from megasetup.compat.fusions import refused_fusions
 
-
-def _without_transformer_engine(policy: dict[str, Any], name: str, check: Check) -> dict[str, Any]:
-    """The policy as it can be checked here."""
     megatron = policy.get("megatron_cfg")
-    if _has_transformer_engine() or not isinstance(megatron, Mapping):
+    if not isinstance(megatron, Mapping):
         return policy
-    asked = [key for key in _NEED_TRANSFORMER_ENGINE if megatron.get(key)]
-    if asked:
-        keys = " and ".join(f"{name}.megatron_cfg.{key}" for key in asked)
-        check.remarks.append(f"{keys} could not be checked: Transformer Engine is not installed here.")
-    return {**policy, "megatron_cfg": {**megatron, **dict.fromkeys(_NEED_TRANSFORMER_ENGINE, False)}}
-
-
-def _steps(
-    policy: Mapping[str, Any],
-    hf_model_name: str,
-    pretrained_path: str,
-    exists: bool,
-    weights_path: Path | None,
-    optimizer_path: Path | None,
-) -> list[str]:
-    from megasetup.checkpoint.paths import resolve_iter_dir_from_root
-    from megasetup.config.fields import section
-
-    megatron = section(policy, "megatron_cfg")
-    kind = section(policy, "pretrained_checkpoint").get("format")
-    if kind is not None:
-        steps = [f"Nothing is converted: {kind} checkpoint {pretrained_path}."]
-    elif exists and not megatron.get("force_reconvert_from_hf"):
-        steps = [f"Nothing is converted: the converted checkpoint {pretrained_path} is there."]
-    else:
-        again = " again, because force_reconvert_from_hf is set" if exists else ""
-        steps = [f"Convert {hf_model_name} from Hugging Face to {pretrained_path}{again}."]
-    resumed = None
-    if weights_path is not None:
-        with contextlib.suppress(FileNotFoundError):
-            resumed = resolve_iter_dir_from_root(str(weights_path), "")
-    if resumed is None:
-        steps.append(f"Load the weights from {pretrained_path}.")
-        steps.append("Refresh every FP32 copy of the weights, because no optimizer state is loaded.")
-        if weights_path is not None:
-            steps.append(f"Save training checkpoints in {weights_path}, which holds none yet.")
-    elif optimizer_path is None:
-        steps.append(f"Resume the weights from {resumed}.")
-        steps.append("Refresh every FP32 copy of the weights, because no optimizer state is loaded.")
-    else:
-        steps.append(f"Resume weights and optimizer state from {resumed}; the FP32 copies stay as they were saved.")
-    return steps
+    asked = {key: needs for key, needs in refused_fusions().items() if megatron.get(key)}
+    for key, needs in asked.items():
+        check.remarks.append(
+            f"{name}.megatron_cfg.{key} could not be checked: Megatron needs {needs}, which is not installed here."
+        )
+    return {**policy, "megatron_cfg": {**megatron, **dict.fromkeys(asked, False)}}

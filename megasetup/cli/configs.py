@@ -41,6 +41,20 @@ def quiet_libraries() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
+@contextmanager
+def heard_warnings() -> Iterator[list[str]]:
+    """Collect what the package itself warns of while the block runs, instead of printing it."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megasetup")
+    logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
+
+
 def load(path: Path, overrides: Sequence[str]) -> Loaded:
     """Read a config with its `defaults:` and overrides; a file that is a policy itself is taken for one.
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -20,6 +21,9 @@ from megasetup.cli.errors import CommandError
 from megasetup.cli.wire import measure_device_copy, measure_wire
 from megasetup.planning import Limits, PlanningError, RankPlan, Rates, RunPlan, plan_policy
 from megasetup.planning.memory import Where
+
+if TYPE_CHECKING:
+    from megasetup.config.load import Loaded
 
 _NOT_COUNTED = (
     "Not counted: activations, the CUDA context (about 0.5 GB), NCCL's and cuBLAS's buffers, what the allocator cannot "
@@ -46,8 +50,9 @@ def run(
     Raises:
         CommandError: the config is wrong, or cannot be planned.
     """
+    loaded = _examined(path, overrides)
     limits, rates = _limits(gpu_memory, host_memory), measured_rates() if measure else Rates()
-    plan = _plan(path, overrides, gpus, nodes, limits, rates)
+    plan = _plan(loaded, path, gpus, nodes, limits, rates)
     show(console, plan)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,19 +62,32 @@ def run(
     return plan.fits
 
 
-def _plan(path: Path, overrides: Sequence[str], gpus: int, nodes: int | None, limits: Limits, rates: Rates) -> RunPlan:
+def _examined(path: Path, overrides: Sequence[str]) -> Loaded:
+    """The config, read and found right as far as it can be judged by itself."""
     from megasetup.config.errors import ConfigError
     from megasetup.config.validate import examine_file
 
     try:
+        loaded = load(path, overrides)
+        examine_file(loaded.config, locate=loaded.located).raise_any()
+    except (ConfigError, OSError) as error:
+        raise CommandError(str(error)) from error
+    return loaded
+
+
+def _plan(loaded: Loaded, path: Path, gpus: int, nodes: int | None, limits: Limits, rates: Rates) -> RunPlan:
+    from megasetup.config.errors import ConfigError
+
+    policy = policy_of(loaded.config, path)
+    try:
         with quiet_libraries():
-            loaded = load(path, overrides)
-            examine_file(loaded.config).raise_any()
-            return plan_policy(policy_of(loaded.config, path), gpus=gpus, nodes=nodes, limits=limits, rates=rates)
+            return plan_policy(policy, gpus=gpus, nodes=nodes, limits=limits, rates=rates)
     except ImportError as error:
         raise CommandError(f"a plan needs megatron-core and megatron-bridge: {error}") from error
-    except (ConfigError, PlanningError, OSError, ValueError) as error:
-        raise CommandError(str(error)) from error
+    except ConfigError as error:
+        raise CommandError(str(type(error)(*map(loaded.located, error.problems)))) from error
+    except (PlanningError, OSError, ValueError) as error:
+        raise CommandError("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
 
 
 def _limits(gpu_memory: float | None, host_memory: float | None) -> Limits:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from megasetup.compat.bridge import import_bridge
 from megasetup.config.build import BRIDGE_CONFIG, build_from_section
 from megasetup.config.errors import Problems, config_error
-from megasetup.config.fields import MEGATRON, same_names
+from megasetup.config.fields import MEGATRON, same_names, section
+from megasetup.config.performance import fp8_settings
+
+_logger = logging.getLogger("megasetup")
 
 _CHECKPOINT = f"{MEGATRON}.checkpoint"
 
@@ -20,6 +24,36 @@ FIELDS = same_names(
     "ckpt_fully_parallel_load_exchange_algo",
 )
 """Field of CheckpointConfig by key of policy.megatron_cfg.checkpoint."""
+
+
+def create_policy_checkpoint_config(
+    config: Mapping[str, Any],
+    pretrained_path: str | None,
+    weights_path: str | None,
+    optimizer_path: str | None,
+    *,
+    skip_weight_load: bool = False,
+) -> Any:
+    """The CheckpointConfig of a policy: `create_checkpoint_config` with what follows from its other settings.
+
+    Args:
+        config: the policy config.
+        pretrained_path, weights_path, optimizer_path: see there.
+        skip_weight_load: no checkpoint is read; a policy that also saves none needs no path for asynchronous saving.
+
+    Raises:
+        ConfigError: see there; fp8 is enabled and incomplete.
+    """
+    settings = dict(section(config, "megatron_cfg", "checkpoint"))
+    if skip_weight_load:
+        pretrained_path = None
+        if weights_path is None and settings.get("async_save"):
+            _logger.info("%s.async_save is left out: this policy saves nothing", _CHECKPOINT)
+            settings["async_save"] = False
+    # FP8 parameters have lost what master weights need; a resumed run has better ones in its optimizer state.
+    resumes = weights_path is not None or optimizer_path is not None
+    load_main_params = bool(fp8_settings(config).get("fp8_param")) and pretrained_path is not None and not resumes
+    return create_checkpoint_config(pretrained_path, weights_path, optimizer_path, load_main_params, settings)
 
 
 def create_checkpoint_config(

@@ -103,9 +103,9 @@ def _set(name: str, value: str, reason: str) -> None:
 
 
 @contextmanager
-def environment_restored(*names: str) -> Iterator[None]:
-    """Put variables that other libraries set while the block runs back to what they were."""
-    held = {name: os.environ.get(name) for name in names}
+def environment_restored() -> Iterator[None]:
+    """Put the variables of the table back to what they were before the block, whoever set them in it."""
+    held = {name: os.environ.get(name) for name in _NAMES}
     try:
         yield
     finally:

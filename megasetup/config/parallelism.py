@@ -54,6 +54,46 @@ def validate_parallelism_config(config: Mapping[str, Any]) -> None:
     _check(config, None)
 
 
+# Where one of these is set, stages need not be alike.
+_UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+)
+
+
+def validate_layout(model_cfg: Any) -> None:
+    """Check that layers and experts can be shared out, which Megatron finds out only when every rank builds its part.
+
+    Args:
+        model_cfg: the model provider, with everything set.
+
+    Raises:
+        ConfigAssertionError: stages would differ in layers, or ranks in experts, and nothing says how; lists both.
+    """
+    problems = Problems()
+    stages, layers = getattr(model_cfg, "pipeline_model_parallel_size", 1), getattr(model_cfg, "num_layers", None)
+    chunks = (stages or 1) * (getattr(model_cfg, "virtual_pipeline_model_parallel_size", None) or 1)
+    if layers and layers % chunks and not any(getattr(model_cfg, name, None) for name in _UNEVEN):
+        problems.add(
+            f"{MEGATRON}.pipeline_model_parallel_size",
+            stages,
+            f"must divide the model's {layers} layers into {chunks} equal parts, unless "
+            "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage is given",
+            ConfigAssertionError,
+        )
+    ranks = getattr(model_cfg, "expert_model_parallel_size", 1) or 1
+    experts = getattr(model_cfg, "num_moe_experts", None) or 0
+    if experts % ranks or (ranks > 1 and not experts):
+        remedy = f"must divide the model's {experts} experts" if experts else "must be 1: the model has no experts"
+        problems.add(f"{MEGATRON}.expert_model_parallel_size", ranks, remedy, ConfigAssertionError)
+    problems.raise_any()
+
+
 def _check(config: Mapping[str, Any], model_cfg: Any) -> None:
     problems = Problems()
     with problems.collect():

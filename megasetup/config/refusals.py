@@ -32,7 +32,7 @@ def refusal(error: Exception, config: Mapping[str, Any], who: str) -> ConfigErro
     Args:
         error: one of REFUSALS.
         config: the policy config.
-        who: who refuses what, as the beginning of a sentence ("Megatron refuses the model").
+        who: who says it, of what ("Megatron says of some/model").
 
     Returns:
         An error of one problem, to be raised from the exception: a ValueError, and of the builtin class that a bare
@@ -48,6 +48,11 @@ def refusal(error: Exception, config: Mapping[str, Any], who: str) -> ConfigErro
     elif isinstance(error, KeyError):
         kind = ConfigKeyError
     return kind(Problem(path or MEGATRON, found, f"{who}: {text}"))
+
+
+def names_no_key(error: ConfigError) -> bool:
+    """Whether a refusal speaks of Megatron's settings as a whole: no news where some are known to be wrong."""
+    return all(problem.path == MEGATRON and isinstance(problem.found, Words) for problem in error.problems)
 
 
 def _text(error: Exception) -> str:

@@ -15,6 +15,7 @@ from megasetup.compat.bridge import import_bridge
 from megasetup.config.errors import ConfigError
 from megasetup.config.fields import section
 from megasetup.config.precision import policy_dtype
+from megasetup.config.refusals import names_no_key
 from megasetup.config.setup import setup_model_config
 from megasetup.config.validate import examine_policy
 
@@ -104,7 +105,8 @@ def validate_and_set_config(
             skip_weight_load=skip_weight_load,
         )
     except ConfigError as error:
-        problems.add_news(error, known)
+        if not (known and names_no_key(error)):
+            problems.add_news(error, known)
     except Exception as error:
         if not problems:
             raise

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from megasetup.config.architecture import apply_architecture_config
-from megasetup.config.checkpoint import create_checkpoint_config
-from megasetup.config.draft import validate_draft_config
+from megasetup.config.checkpoint import create_policy_checkpoint_config
 from megasetup.config.container import create_megatron_config, validate_training_config
+from megasetup.config.draft import validate_draft_config
 from megasetup.config.errors import Problems
-from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
+from megasetup.config.fields import POLICY, megatron_cfg, section
 from megasetup.config.logprobs import fused_linear_logprobs_settings, validate_chunking_config
 from megasetup.config.moe import apply_moe_config
 from megasetup.config.mtp import apply_mtp_config
 from megasetup.config.optimizer import validate_optimizer_config
 from megasetup.config.overrides import merge_model_overrides, validate_model_override_conflicts
-from megasetup.config.parallelism import apply_parallelism_config
+from megasetup.config.parallelism import apply_parallelism_config, validate_layout
 from megasetup.config.peft import create_lora
 from megasetup.config.performance import apply_performance_config, fp8_settings, validate_fusions
 from megasetup.config.precision import apply_precision_config
@@ -89,6 +89,7 @@ def setup_model_config(
         lambda: validate_router_replay_config(config),
         lambda: validate_draft_config(config),
         lambda: create_lora(config),
+        lambda: validate_layout(model_cfg),
         lambda: validate_training_config(config, model_cfg),
     )
     for step in steps:
@@ -99,8 +100,8 @@ def setup_model_config(
     with problems.collect():
         fp8_param = bool(fp8_settings(config).get("fp8_param"))
     with problems.collect():
-        checkpoint_config = _create_checkpoint_config(
-            config, pretrained_path, weights_path, optimizer_path, fp8_param, skip_weight_load
+        checkpoint_config = create_policy_checkpoint_config(
+            config, pretrained_path, weights_path, optimizer_path, skip_weight_load=skip_weight_load
         )
     with problems.collect():
         container = create_megatron_config(model_cfg, checkpoint_config, config, hf_model_name, dtype, fp8_param)
@@ -111,7 +112,7 @@ def setup_model_config(
             model_cfg.finalize()
         model_cfg.__post_init__()
     except REFUSALS as error:
-        raise refusal(error, config, f"Megatron refuses the model, of {hf_model_name} with {MEGATRON}") from error
+        raise refusal(error, config, f"Megatron says of {hf_model_name}") from error
     return container, model_cfg
 
 
@@ -129,23 +130,3 @@ def _find_provider(
             "%s.hf_config_overrides are ignored: the architecture comes from the checkpoint %s", POLICY, pretrained_path
         )
     return provider_from_checkpoint(pretrained_path, rank), False
-
-
-def _create_checkpoint_config(
-    config: Mapping[str, Any],
-    pretrained_path: str | None,
-    weights_path: str | None,
-    optimizer_path: str | None,
-    fp8_param: bool,
-    skip_weight_load: bool,
-) -> Any:
-    settings = dict(section(config, "megatron_cfg", "checkpoint"))
-    if skip_weight_load:
-        pretrained_path = None
-        if weights_path is None and settings.get("async_save"):
-            _logger.info("%s.checkpoint.async_save is left out: this policy saves nothing", MEGATRON)
-            settings["async_save"] = False
-    # FP8 parameters have lost what master weights need; a resumed run has better ones in its optimizer state.
-    resumes = weights_path is not None or optimizer_path is not None
-    load_main_params = fp8_param and pretrained_path is not None and not resumes
-    return create_checkpoint_config(pretrained_path, weights_path, optimizer_path, load_main_params, settings)

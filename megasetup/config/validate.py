@@ -9,6 +9,7 @@ nearest known one; it is a warning, because a trainer's files may hold keys of i
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -150,14 +151,19 @@ def _apply_rules(policy: Mapping[str, Any], model: str, problems: Problems) -> N
         try:
             rule(policy)
         except ConfigError as error:
-            problems.add_news(_of_model(error, model), known)
+            problems.add_news(of_model(error, model), known)
         except Exception:
             if not known:  # (what a rule makes of a value of the wrong type is no news)
                 raise
 
 
-def _of_model(error: ConfigError, model: str) -> ConfigError:
-    """The same error, with paths that begin with the model's own section. (Rules speak of a policy.)"""
+def of_model(error: ConfigError, model: str) -> ConfigError:
+    """The same error with the paths of another model: rules, and the setup, call every model a policy.
+
+    Args:
+        error: whose paths begin with "policy".
+        model: the model's own section of the file.
+    """
     return type(error)(
-        *(replace(problem, path=model + problem.path.removeprefix("policy")) for problem in error.problems)
+        *(replace(problem, path=re.sub(r"^policy(?![^.\[])", model, problem.path)) for problem in error.problems)
     )

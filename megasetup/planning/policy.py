@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megasetup.config.errors import config_error
+from megasetup.config.errors import MISSING, config_error
 from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
 from megasetup.planning.plan import Limits, RunPlan, plan_run
 from megasetup.planning.sync_time import Rates
 
-# Settings of speed that Megatron refuses where Transformer Engine is missing, as on the laptop that plans. They change
-# no parameter, so they are left out of the config that is planned, and those that a provider may have on are off.
+# Settings of speed that Megatron refuses, or that ask for a GPU or change the environment, on the laptop that plans.
+# They change no parameter, so they are left out of the config that is planned.
 _LEFT_OUT = (
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "moe_enable_deepep",
+    "moe_token_dispatcher_type",
+    "moe_flex_dispatcher_backend",
     "cuda_graph_impl",
     "cuda_graph_modules",
     "cuda_graph_scope",
@@ -21,7 +26,6 @@ _LEFT_OUT = (
     "offload_modules",
     "attention_backend",
 )
-_OFF = {"moe_permute_fusion": False, "apply_rope_fusion": False}
 
 
 def plan_policy(
@@ -65,12 +69,12 @@ def _container(config: Mapping[str, Any]) -> Any:
     from megasetup.config.precision import policy_dtype
     from megasetup.config.setup import setup_model_config
 
-    name = config.get("model_name")
+    name = config.get("model_name", MISSING)
     if not isinstance(name, str):
         raise config_error(f"{POLICY}.model_name", name, "must be a Hugging Face id or the folder of a model")
     # (the length of a run changes nothing that it holds, so it need not be given)
     given = {key: value for key, value in megatron_cfg(config).items() if key not in _LEFT_OUT}
-    plain = {"train_iters": 1, **given, **_OFF}
+    plain = {"train_iters": 1, **given}
     checkpoint = section(config, "pretrained_checkpoint")
     from_checkpoint = checkpoint.get("format") == "megatron_bridge"
     path = None

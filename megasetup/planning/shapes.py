@@ -138,6 +138,9 @@ def build_chunks(plain: Any, vocabulary: int, *, stage: int, stages: int) -> lis
         vocabulary: rows of the embedding, padding included.
         stage: this rank's pipeline stage.
         stages: how many there are.
+
+    Raises:
+        PlanningError: Megatron cannot build the model.
     """
     from megatron.core.transformer.module import Float16Module
 
@@ -145,13 +148,16 @@ def build_chunks(plain: Any, vocabulary: int, *, stage: int, stages: int) -> lis
     chunks = []
     for chunk in range(virtual or 1):
         with torch.device("meta"), _quiet(), no_gpu(), building_local_layers():
-            model = _build_model(
-                plain,
-                vocabulary,
-                first=stage == 0 and chunk == 0,
-                last=stage == stages - 1 and chunk == (virtual or 1) - 1,
-                chunk=None if virtual is None else chunk,
-            )
+            try:
+                model = _build_model(
+                    plain,
+                    vocabulary,
+                    first=stage == 0 and chunk == 0,
+                    last=stage == stages - 1 and chunk == (virtual or 1) - 1,
+                    chunk=None if virtual is None else chunk,
+                )
+            except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+                raise PlanningError(f"Megatron cannot build stage {stage} of the model: {error}") from error
             chunks.append(Float16Module(plain, model) if plain.bf16 or plain.fp16 else model)
     return chunks
 

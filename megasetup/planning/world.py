@@ -16,9 +16,6 @@ import torch
 
 from megasetup.config.environment import environment_restored
 
-# Megatron sets these when a model is built; a plan must not change what a run in this process would do.
-_ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-
 
 class PlanningError(ValueError):
     """What was asked cannot be planned: the message names the setting, its value and the remedy."""
@@ -178,7 +175,8 @@ def pretended_world(sizes: ParallelSizes, rank: int) -> Iterator[None]:
         raise RuntimeError(
             "this process has process groups already, and a plan pretends others: make it in a process of its own"
         )
-    with environment_restored(*_ENVIRONMENT), _fake_process_groups(FakeStore(), sizes.gpus, rank):
+    # Megatron sets variables when a model is built; a plan must not change what a run in this process would do.
+    with environment_restored(), _fake_process_groups(FakeStore(), sizes.gpus, rank):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,

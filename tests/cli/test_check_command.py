@@ -207,12 +207,86 @@ def test_a_file_that_cannot_be_used(tmp_path, text, said):
 
 
 def test_what_needs_transformer_engine_is_named_where_it_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_has_transformer_engine", lambda: False)
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(moe_utils, "fused_permute", None)
     check = _examine(write_config(tmp_path, moe=True, megatron_cfg__moe_permute_fusion=True))
     assert check.problems == []
     (remark,) = check.remarks
-    assert "policy.megatron_cfg.moe_permute_fusion" in remark
-    assert "Transformer Engine is not installed" in remark
+    assert "policy.megatron_cfg.moe_permute_fusion could not be checked" in remark
+    assert "Transformer Engine" in remark
+    assert _examine(write_config(tmp_path, moe=True)).remarks == []
+
+
+def test_json_is_all_that_is_printed(tmp_path, megasetup):
+    path = write_config(tmp_path, moe=True, megatron_cfg__moe_flex_dispatcher_backend="hybridep")
+    done = megasetup("check", path, "policy.megatron_cfg.moe_token_dispatcher_type=flex", "--json")
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert found["ok"]
+    assert [warning.split(",")[0] for warning in found["warnings"]] == [
+        "HybridEP needs NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN",
+        "HybridEP needs USE_MNNVL",
+    ]
+    assert "when the run starts" in found["remarks"][0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("policy.megatron_cfg.tensor_model_parallel_size=3", "(command line)"),
+        ("policy.megatron_cfg.tensor_model_parallel_size=0", "must be a whole number of at least 1"),
+        ("policy.megatron_cfg.pipeline_model_parallel_size=3", "must divide the model's 2 layers"),
+        ("policy.megatron_cfg.expert_model_parallel_size=2", "must be 1: the model has no experts"),
+        ("policy.megatron_cfg.model_overrides={hidden_size: wide}", "Megatron says of"),
+        ("policy.megatron_cfg.model_overrides={provide: 1}", "has no such field"),
+        ("policy.megatron_cfg.model_overrides={activation_func: silu}", "is a function there"),
+        ("policy.megatron_cfg.cuda_graph_modules=nope", "policy.megatron_cfg.cuda_graph_modules is 'nope'"),
+        ("policy.megatron_cfg.train_iters=0", "policy.megatron_cfg.train_iters is 0: Megatron-Bridge says"),
+        ("policy.megatron_cfg.peft={enabled: true, dim: 8, alpha: 4, rank: 1}", "peft.rank is 1: LoRA has no such"),
+        ("policy.megatron_cfg.optimizer.lr=.inf", "must be a number"),
+        ("policy.model_name=/nowhere/model", "policy.model_name is '/nowhere/model': must be"),
+        ("policy.hf_config_overrides={num_hidden_layers: abc}", "with policy.hf_config_overrides"),
+        ("policy.hf_config_overrides={vocab_size: -5}", "vocab_size must be positive"),
+        ("policy.generation={}", "policy.generation.colocated is missing"),
+        ("policy=null", "policy is None: must be a mapping"),
+        ("~policy", "policy is missing"),
+    ],
+)
+def test_whatever_is_wrong_is_one_problem_and_no_traceback(tmp_path, override, said):
+    (problem,) = _examine(write_config(tmp_path), override).problems
+    assert said in problem
+
+
+def test_a_checkpoint_that_bridge_cannot_load_is_a_problem_with_the_usual_cause(tmp_path):
+    path = write_config(tmp_path)
+    root = write_checkpoint(tmp_path / "given", tmp_path / "model")
+    (root / "iter_0000000" / "run_config.yaml").write_text("model: {_target_: megatron.bridge.nowhere.Provider}\n")
+    (problem,) = _examine(path, f"++policy.pretrained_checkpoint={{format: megatron_bridge, path: {root}}}").problems
+    assert "an older Megatron-Bridge: delete" in problem
+
+
+def test_a_tracker_that_names_no_iteration_is_a_problem(tmp_path):
+    path = write_config(tmp_path)
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "latest_checkpointed_iteration.txt").write_text("last")
+    (problem,) = _examine(path, weights_path=weights).problems
+    assert "holds 'last': it must hold the number of an iteration" in problem
+
+
+def test_problems_of_a_value_model_are_said_under_its_name(tmp_path):
+    path = write_config(tmp_path)
+    content = yaml.safe_load(path.read_text())
+    content["value"] = {**content["policy"], "megatron_cfg": {**content["policy"]["megatron_cfg"], "nope": 1}}
+    content["value"]["megatron_cfg"]["tensor_model_parallel_size"] = 3
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    check = _examine(path)
+    (problem,) = check.problems
+    assert problem.startswith("value.megatron_cfg.tensor_model_parallel_size is 3: Megatron says of ")
+    assert f"({path}:" in problem
+    (warning,) = check.warnings
+    assert warning.startswith("value.megatron_cfg.nope is 1: not a known key")
 
 
 def test_no_gpu_and_no_process_group_is_touched(tmp_path):

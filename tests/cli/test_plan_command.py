@@ -1,6 +1,7 @@
 """`megasetup plan` from a file to a verdict."""
 
 import json
+import os
 from importlib import metadata
 
 import pytest
@@ -211,3 +212,46 @@ def test_what_is_not_planned_is_noted(tmp_path, changes, said):
     policy = yaml.safe_load(write_config(tmp_path, **changes).read_text())["policy"]
     notes = plan_policy(policy, gpus=1).notes
     assert any(said in note for note in notes) if said else notes == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("policy.megatron_cfg.optimizer.lr=fast", "must be a number or null (command line)"),
+        ("policy.megatron_cfg.optimizer.rate=1", "OptimizerConfig has no such field: remove it (command line)"),
+        ("policy.megatron_cfg.tensor_model_parallel_size=3", "Megatron says of "),
+        ("policy.megatron_cfg.pipeline_model_parallel_size=3", "must divide the model's 2 layers"),
+        ("policy.megatron_cfg.model_overrides={hidden_size: wide}", "policy.megatron_cfg is refused"),
+        ("policy.hf_config_overrides={vocab_size: -5}", "Megatron cannot build stage 0 of the model"),
+        ("policy.model_name=''", "policy.model_name is '': must be a Hugging Face id or a folder that is there"),
+        ("~policy.model_name", "policy.model_name is missing: must be given: text ("),
+        ("policy.megatron_cfg=null", "policy.megatron_cfg is None: must be a mapping (command line)"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(tmp_path, override, said):
+    with pytest.raises(CommandError) as error:
+        _run(write_config(tmp_path), override)
+    assert said in str(error.value)
+
+
+def test_nothing_is_measured_for_a_config_that_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "measured_rates", lambda: pytest.fail("measured"))
+    with pytest.raises(CommandError, match=r"policy\.precision"):
+        _run(write_config(tmp_path, precision="half"), measure=True)
+
+
+def test_what_sends_tokens_and_fuses_changes_nothing(tmp_path, monkeypatch):
+    for name in ("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "USE_MNNVL"):
+        monkeypatch.delenv(name, raising=False)
+    plain = _run(write_config(tmp_path, moe=True))[1]
+    settings = {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "hybridep",
+        "moe_permute_fusion": True,
+        "apply_rope_fusion": True,
+    }
+    fused = _run(write_config(tmp_path, moe=True, **{f"megatron_cfg__{key}": held for key, held in settings.items()}))[
+        1
+    ]
+    assert fused["heaviest_rank"] == plain["heaviest_rank"]
+    assert "USE_MNNVL" not in os.environ

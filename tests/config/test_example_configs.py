@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ pytest.importorskip("megatron.core")
 from bridge_providers import write_hf_folder
 
 from megasetup.checkpoint.paths import validate_model_paths
+from megasetup.cli.check import examine
 from megasetup.config.load import load_config
 from megasetup.config.runtime import RuntimeConfig, validate_and_set_config
 from megasetup.config.schema import PolicyConfig
@@ -145,6 +147,26 @@ def test_sglang(load: Any) -> None:
     assert runtime.is_generation_colocated is False
     assert runtime.sampling_params == (None, 1.0, 1.0)
     assert runtime.megatron_cfg.model.use_te_rng_tracker is False
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_check_command_finds_it_right_and_leaves_no_trace(
+    models: dict[str, str],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MEGASETUP_TEST_MODEL", models[MODELS[name]])
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    before = dict(os.environ)
+    check = examine(FOLDER / f"{name}.yaml", (), strict=True)
+    assert (check.problems, check.warnings, check.remarks) == ([], [], [])
+    assert [model.name for model in check.models] == (["policy", "value"] if name == "ppo_value" else ["policy"])
+    assert dict(os.environ) == before
+    assert capfd.readouterr() == ("", "")
+    assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 class _Recording(Mapping[str, Any]):

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from bridge_providers import changes, policy, provider
 
-from megasetup.config.parallelism import apply_parallelism_config, validate_parallelism_config
+from megasetup.config.parallelism import (
+    apply_parallelism_config,
+    validate_layout,
+    validate_parallelism_config,
+)
 
 PACKED = {"sequence_packing": {"enabled": True}}
 
@@ -155,3 +159,36 @@ def test_what_a_checkpoint_comes_with_counts_where_the_config_says_nothing(
     else:
         with pytest.raises(AssertionError, match=r"policy\.megatron_cfg\.sequence_parallel is .*: must be true"):
             apply_parallelism_config(model_cfg, policy(**settings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "key"),
+    [
+        # (4 layers, 8 experts)
+        ("dense", {"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size"),
+        ("dense", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4}, "pipeline_model"),
+        ("dense", {"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2: must be 1"),
+        (
+            "moe",
+            {"expert_model_parallel_size": 3},
+            "expert_model_parallel_size is 3: must divide the model's 8 experts",
+        ),
+        ("dense", {"pipeline_model_parallel_size": 4}, None),
+        ("dense", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, None),
+        ("dense", {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 2}, None),
+        ("dense", {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 2}, None),
+        ("dense", {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et|t|tttL"}, None),
+        ("dense", {"pipeline_model_parallel_size": 5, "account_for_embedding_in_pipeline_split": True}, None),
+        ("moe", {"expert_model_parallel_size": 4}, None),
+    ],
+)
+def test_layers_and_experts_can_be_shared_out(kind: str, fields: dict[str, Any], key: str | None) -> None:
+    model_cfg = provider(kind)
+    for field, value in fields.items():
+        setattr(model_cfg, field, value)
+    if key is None:
+        validate_layout(model_cfg)
+    else:
+        with pytest.raises(AssertionError, match=rf"policy\.megatron_cfg\.{key}") as raised:
+            validate_layout(model_cfg)
+        assert isinstance(raised.value, ValueError)

@@ -354,7 +354,7 @@ class TestRefusals:
             # (a KeyError of the value alone)
             ({"cuda_graph_impl": "local", "cuda_graph_modules": "nope"}, "cuda_graph_modules", "nope", "nope"),
             ({"activation_checkpointing": "selective", "recompute_modules": ["x"]}, "recompute_modules", ["x"], "x"),
-            ({"expert_model_parallel_size": 2}, "", "refused", "num_moe_experts must be"),
+            ({"num_layers_in_first_pipeline_stage": 7}, "", "refused", "middle layers"),
             # (a bare assert)
             (
                 {"transformer_impl": "inference_optimized", "model_overrides": {"add_qkv_bias": True}},
@@ -365,7 +365,7 @@ class TestRefusals:
         ],
     )
     def test_the_key_is_named(self, hf_folder: str, settings: Any, path: str, found: Any, text: str) -> None:
-        with pytest.raises(ValueError, match="Megatron refuses the model, of ") as raised:
+        with pytest.raises(ValueError, match="Megatron says of ") as raised:
             setup_model_config(base(**settings), 0, torch.bfloat16, hf_folder, None, skip_weight_load=True)
         (problem,) = raised.value.problems
         assert problem.path == f"policy.megatron_cfg.{path}".rstrip(".")
@@ -375,7 +375,7 @@ class TestRefusals:
 
     def test_settings_of_a_wrong_type(self, hf_folder: str) -> None:
         config = base(model_overrides={"num_attention_heads": "many"})
-        with pytest.raises(TypeError, match="Megatron refuses the model, of ") as raised:
+        with pytest.raises(TypeError, match="Megatron says of ") as raised:
             run(config, hf_folder)
         assert isinstance(raised.value, ValueError)
 
