@@ -108,7 +108,9 @@ def draft_config(**changes: Any) -> dict[str, Any]:
     }
 
 
-def draft_weights(config: dict[str, Any], aux: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def draft_weights(
+    config: dict[str, Any], aux: int = 3, dtype: torch.dtype = torch.float32, scale: float = 0.2
+) -> dict[str, torch.Tensor]:
     """Random weights of such a draft, under the names of an Eagle-3 draft's files."""
     width, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["draft_vocab_size"]
     queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
@@ -132,7 +134,7 @@ def draft_weights(config: dict[str, Any], aux: int = 3, dtype: torch.dtype = tor
     shapes["lm_head.weight"] = (vocabulary, width)
     generator = torch.Generator().manual_seed(2)
     tensors = {
-        name: ((len(shape) == 1) + 0.2 * torch.randn(shape, generator=generator)).to(dtype)
+        name: ((len(shape) == 1) + scale * torch.randn(shape, generator=generator)).to(dtype)
         for name, shape in shapes.items()
     }
     if vocabulary != config["vocab_size"]:
