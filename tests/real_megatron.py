@@ -74,16 +74,19 @@ class Small(MegatronModule):
 
 @contextmanager
 def parallel_state_of(
-    rank: int, world: int, store: torch.distributed.Store, *, expert_parallel: int = 1
+    rank: int, world: int, store: torch.distributed.Store, *, expert_parallel: int = 1, with_gloo: bool = False
 ) -> Iterator[None]:
-    """A NCCL process group and Megatron's data- and expert-parallel state on it, gone afterwards."""
+    """A NCCL process group and Megatron's data- and expert-parallel state on it, gone afterwards.
+
+    with_gloo: gloo groups beside them, through which one kind of checkpoint is loaded; build() must then know too.
+    """
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank)
     )
     try:
         parallel_state.initialize_model_parallel(
-            create_gloo_process_groups=False, expert_model_parallel_size=expert_parallel
+            create_gloo_process_groups=with_gloo, expert_model_parallel_size=expert_parallel
         )
         try:
             yield
@@ -103,6 +106,7 @@ def build(
     reduce_in_fp32: bool = True,
     fast: bool = False,
     has_expert: bool = False,
+    with_gloo: bool = False,
 ) -> tuple[Any, Any]:
     """The model in Megatron's DistributedDataParallel, and its optimizer; fraction None for no offload.
 
@@ -140,7 +144,7 @@ def build(
                 **offload,
             ),
             [chunk],
-            use_gloo_process_groups=False,
+            use_gloo_process_groups=with_gloo,
         )
     return chunk, optimizer
 

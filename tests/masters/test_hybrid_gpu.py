@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from real_megatron import build, parallel_state_of, train
+from resume_cases import ASYNCHRONOUS, OF_TWO_RANKS, SYNCHRONOUS, Case
 from standins import assert_exact, load_new_weights
 
 from megasetup.kernels import native_status
@@ -224,54 +226,72 @@ class TestFaultsOfTheStockClass:
             assert {clone.is_pinned() for clone in clones} == {fast and native_status().gpu}
 
 
-def resume(folder: Path, mode: str, sharding: str, ranks: int, writer: str = "this") -> None:
-    """Ten steps, and five, a checkpoint, a new process and five more; each part in processes of its own."""
+@pytest.fixture(scope="module")
+def resumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which two processes, one after the other, have left all cases of one rank."""
+    return run_resumes(tmp_path_factory.mktemp("resumes"), 1)
+
+
+@pytest.fixture(scope="module")
+def resumes_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_resumes(tmp_path_factory.mktemp("resumes-of-two"), 2)
+
+
+def run_resumes(folder: Path, ranks: int) -> Path:
     worker = str(Path(__file__).with_name("resume_worker.py"))
-    for at_once in (("ten", "five"), ("five more",)):
-        processes = [
-            subprocess.Popen(
-                [sys.executable, worker, what, mode, sharding, writer, str(folder), str(rank), str(ranks)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for what in at_once
-            for rank in range(ranks)
-        ]
+    for which in ("first", "second"):
+        logs = [folder / f"log-{which}-{rank}.txt" for rank in range(ranks)]
+        processes = []
+        for rank, log in enumerate(logs):
+            with log.open("w") as output:
+                command = [sys.executable, worker, which, str(folder), str(rank), str(ranks)]
+                processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        end = time.monotonic() + 120
+        # One that fails leaves the others waiting for it.
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            if any(process.poll() for process in processes):
+                break
+            time.sleep(0.1)
         for process in processes:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output[-5000:]
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        statuses = [process.returncode for process in processes]
+        said = "\n".join(log.read_text()[-3000:] for log in logs)
+        assert statuses == [0] * ranks, f"{which} processes ended with {statuses}:\n{said}"
+    return folder
+
+
+def assert_resumed(folder: Path, case: Case, ranks: int) -> list[dict[str, torch.Tensor]]:
+    """What the first process reached, a rank each."""
+    place = folder / case.name
+    problems = "\n".join(file.read_text() for file in sorted(place.glob("problem-*")))
+    assert problems == ""
+    found = []
     for rank in range(ranks):
-        whole, resumed = (torch.load(folder / f"{what}-{rank}.pt") for what in ("ten", "five more"))
+        whole, saved, resumed = (
+            torch.load(place / f"{what}-{rank}.pt") for what in ("uninterrupted", "saved", "resumed")
+        )
+        found.append(dict(saved))
+        del saved["pinned"]
+        assert_same(saved, whole)
         assert_same(resumed, whole)
+    return found
 
 
-SHARDINGS = pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable", "fully_sharded_model_space"])
-MODES = pytest.mark.parametrize("mode", ["standard", "precision-aware"])
+@pytest.mark.parametrize("case", SYNCHRONOUS, ids=lambda case: case.name)
+def test_resume_is_exact(case: Case, resumes: Path) -> None:
+    assert_resumed(resumes, case, 1)
 
 
-@SHARDINGS
-@MODES
-def test_resume_is_exact(mode: str, sharding: str, tmp_path: Path) -> None:
-    resume(tmp_path, mode, sharding, 1)
-
-
-@pytest.mark.parametrize(
-    ("mode", "sharding", "writer"),
-    [
-        ("precision-aware", "fully_sharded_model_space", "temporary"),
-        ("standard", "dp_reshardable", "persistent"),
-    ],
-)
-def test_resume_from_an_asynchronous_save(mode: str, sharding: str, writer: str, tmp_path: Path) -> None:
-    resume(tmp_path, mode, sharding, 1, writer)
-    pinned = torch.load(tmp_path / "five-0.pt")["pinned"]
-    assert len(pinned) > 0
-    assert pinned.all() == native_status().gpu
+@pytest.mark.parametrize("case", ASYNCHRONOUS, ids=lambda case: case.name)
+def test_resume_from_an_asynchronous_save(case: Case, resumes: Path) -> None:
+    (reached,) = assert_resumed(resumes, case, 1)
+    assert len(reached["pinned"]) > 0
+    assert reached["pinned"].all() == native_status().gpu
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
-@MODES
-def test_resume_with_expert_parallelism(mode: str, sharding: str, tmp_path: Path) -> None:
-    resume(tmp_path, mode, sharding, 2)
+@pytest.mark.parametrize("case", OF_TWO_RANKS, ids=lambda case: case.name)
+def test_resume_with_expert_parallelism(case: Case, resumes_of_two: Path) -> None:
+    assert_resumed(resumes_of_two, case, 2)

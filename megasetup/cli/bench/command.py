@@ -70,11 +70,16 @@ def _shape_sets(names: str, folder: Path | None, scale: float) -> list[shapes.Sh
         raise CommandError(str(error)) from error
 
 
-def _finish(benchmark: str, data: dict[str, Any], verified: bool, json_file: Path | None, console: Console) -> None:
+def _write(benchmark: str, data: dict[str, Any], json_file: Path | None) -> None:
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         whole = {"benchmark": benchmark, "environment": machine.environment(), **data}
         json_file.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _finish(benchmark: str, data: dict[str, Any], verified: bool, json_file: Path | None, console: Console) -> None:
+    _write(benchmark, data, json_file)
+    if json_file is not None:
         console.print(f"Written: {json_file}")
     if not verified:
         raise CommandError("values were wrong (see above): the timings count for nothing")
@@ -167,8 +172,14 @@ def run_step(
     if device.type != "cuda":
         raise CommandError("bench step needs a GPU: the hybrid optimizer moves values between it and the host")
     options = step.Options(chosen, modes, overlaps, fraction, step_count, device)
+
+    def report(known: dict[str, Any]) -> None:
+        # A run of minutes that is cut off has shown and written what it had measured.
+        tables.show_latest_step(known, console)
+        _write("step", known, json_file)
+
     with steps(2 * len(options.pairs) + 2) as progress:
-        found = step.measure(options, progress)
+        found = step.measure(options, progress, report)
     tables.show_step(found, console)
     _finish("step", found, found["verified"], json_file, console)
 

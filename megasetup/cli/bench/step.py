@@ -1,29 +1,24 @@
 """`megasetup bench step`: Megatron's hybrid optimizer and ours, made and stepped over the same weights.
 
-Each combination runs in a process of its own (step_worker.py), one after another, so that neither finds the other's
-memory in an allocator. All are forked from a server that has imported Megatron and has not touched CUDA, since the
-imports take longer than most measurements. The CPU Adam alone runs beside them, as the limit of any step.
+Each combination runs in a process of its own (step_worker.py), one after another (turns.py), so that neither finds the
+other's memory in an allocator. The CPU Adam alone is one of them, as the limit of any step.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import statistics
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
 
-from megasetup.cli.bench import step_worker
+from megasetup.cli.bench import step_worker, turns
 from megasetup.cli.bench.step_worker import OURS, STOCK, Case
 from megasetup.cli.console import Steps
-from megasetup.cli.errors import CommandError
 from megasetup.cli.shapes import Shapes
+
+ADAM_ALONE = "the CPU's Adam alone"
 
 
 @dataclass(frozen=True)
@@ -59,42 +54,66 @@ class Options:
         return Case(self.shapes, way, mode, overlap, self.fraction, self.steps, self.device.index or 0)
 
 
-def measure(options: Options, progress: Steps) -> dict[str, Any]:
+def measure(options: Options, progress: Steps, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Run all; plain data.
+
+    Args:
+        options: what to measure.
+        progress: told what happens now.
+        report: called after each measurement with all that is known by then, "complete" being false before the last.
 
     Raises:
         CommandError: a measurement failed, with its traceback.
     """
-    progress.next("the imports that all need")
-    context = _processes()
-    alone = None
-    if options.steps:
-        progress.next("the CPU's Adam alone")
-        alone = _settled(_in_own_process(context, step_worker.adam_alone, options.pairs[0][0])["step_seconds"])
-    results = []
-    for stock_case, our_case in options.pairs:
-        found = []
-        for case in (stock_case, our_case):
-            progress.next(case.label)
-            found.append(_with_ratios(_in_own_process(context, step_worker.measure, case), alone))
-        stock, ours = found
-        ours["made_times_faster"] = stock["made_seconds"] / ours["made_seconds"]
-        if options.steps:
-            ours["step_times_faster"] = stock["later_step_seconds"] / ours["later_step_seconds"]
-        theirs, own = stock.pop("digest"), ours.pop("digest")
-        ours["different"] = sorted(name for name in theirs.keys() | own.keys() if theirs.get(name) != own.get(name))
-        ours["same_bits"] = not ours["different"]
-        results += [stock, ours]
-    return {
+    data: dict[str, Any] = {
         "shapes": options.shapes.name,
         "tensors": len(options.shapes.tensors),
         "parameters": options.shapes.parameters,
         "fraction": options.fraction,
         "steps": options.steps,
-        "adam_alone_seconds": alone,
-        "results": results,
-        "verified": all(result.get("same_bits", True) for result in results),
+        "adam_alone_seconds": None,
+        "results": [],
+        "verified": True,
+        "complete": False,
     }
+    cases = [case for pair in options.pairs for case in pair]
+    works: list[tuple[str, Callable[[Case], dict[str, Any]], Case]] = [
+        (case.label, step_worker.measure, case) for case in cases
+    ]
+    if options.steps:
+        works.insert(0, (ADAM_ALONE, step_worker.adam_alone, cases[0]))
+    progress.next("the imports that all need")
+    with turns.started(step_worker.import_all, works) as waiting:
+        if options.steps:
+            progress.next(ADAM_ALONE)
+            data["adam_alone_seconds"] = _settled(waiting.pop(0).take()["step_seconds"])
+            report(data)
+        stock_digest: dict[str, list[int]] = {}
+        for case, turn in zip(cases, waiting, strict=True):
+            progress.next(case.label)
+            found = _with_ratios(turn.take(), data["adam_alone_seconds"])
+            digest = found.pop("digest")
+            if case.way == STOCK:
+                stock_digest = digest
+            else:
+                _compare(found, digest, data["results"][-1], stock_digest)
+            data["results"].append(found)
+            data["verified"] = all(result.get("same_bits", True) for result in data["results"])
+            data["complete"] = len(data["results"]) == len(cases)
+            report(data)
+    return data
+
+
+def _compare(
+    ours: dict[str, Any], our_digest: dict[str, list[int]], stock: dict[str, Any], stock_digest: dict[str, list[int]]
+) -> None:
+    """Add to ours what it gains on stock and where its values differ."""
+    ours["made_times_faster"] = stock["made_seconds"] / ours["made_seconds"]
+    if ours["step_seconds"]:
+        ours["step_times_faster"] = stock["later_step_seconds"] / ours["later_step_seconds"]
+    names = stock_digest.keys() | our_digest.keys()
+    ours["different"] = sorted(name for name in names if stock_digest.get(name) != our_digest.get(name))
+    ours["same_bits"] = not ours["different"]
 
 
 def _settled(seconds: Sequence[float]) -> float:
@@ -111,68 +130,3 @@ def _with_ratios(found: dict[str, Any], alone: float | None) -> dict[str, Any]:
         if alone is not None:
             found["step_over_adam_alone"] = found["later_step_seconds"] / alone
     return found
-
-
-# What a measurement imports. Megatron's optimizers import Transformer Engine where there is one.
-_PRELOADED = [
-    "megatron.core.distributed",
-    "megatron.core.optimizer",
-    "megatron.core.transformer",
-    "megasetup.compat.hybrid_optimizer",
-    "megasetup.masters.hybrid",
-    "megasetup.cli.bench.step_worker",
-]
-
-
-def _processes() -> SpawnContext | ForkServerContext:
-    """How processes are started: from the server, unless its imports have touched CUDA."""
-    # Counted without the driver: a process that has asked the driver leaves children that cannot use it.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(_PRELOADED)
-    ours, theirs = server.Pipe()
-    process = server.Process(target=_use_cuda, args=(theirs,), daemon=True)
-    try:
-        process.start()
-        theirs.close()
-        usable = bool(ours.recv())
-        process.join()
-    except (EOFError, OSError):
-        usable = False
-    return server if usable else multiprocessing.get_context("spawn")
-
-
-def _use_cuda(answers: Connection) -> None:
-    try:
-        torch.zeros(1, device="cuda").item()
-        answers.send(True)
-    except (RuntimeError, AssertionError):
-        answers.send(False)
-
-
-def _in_own_process(
-    context: SpawnContext | ForkServerContext, work: Callable[[Case], dict[str, Any]], case: Case
-) -> dict[str, Any]:
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_main, args=(work, case, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        answer: dict[str, Any] = ours.recv()
-    except EOFError:
-        process.join()
-        raise CommandError(
-            f"{case.label}: its process ended with exit status {process.exitcode} and no answer; a negative status is "
-            "a signal, and -9 is mostly the kernel's, for memory: use --scale"
-        ) from None
-    process.join()
-    if "error" in answer:
-        raise CommandError(f"{case.label} failed:\n{answer['error']}")
-    return answer
-
-
-def _main(work: Callable[[Case], dict[str, Any]], case: Case, answers: Connection) -> None:
-    try:
-        answers.send(work(case))
-    except Exception:
-        answers.send({"error": traceback.format_exc()})

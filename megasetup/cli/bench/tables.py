@@ -119,6 +119,26 @@ def show_ranks(data: dict[str, Any], console: Console) -> None:
     )
 
 
+def show_latest_step(data: dict[str, Any], console: Console) -> None:
+    """One line about what `bench step` has measured last."""
+    if not data["results"]:
+        console.print(f"The CPU's Adam alone: {duration(data['adam_alone_seconds'])} a step.")
+        return
+    result = data["results"][-1]
+    parts = [
+        f"{result['way']}, {result['mode']}, {'with' if result['overlap'] else 'without'} overlap: "
+        f"made in {duration(result['made_seconds'])}",
+        f"{times(result['pinned_over_needed'])} pinned against needed",
+    ]
+    if result["step_seconds"]:
+        parts.append(
+            f"first step {duration(result['step_seconds'][0])}, later {duration(result['later_step_seconds'])}"
+        )
+    if "same_bits" in result:
+        parts.append("same bits" if result["same_bits"] else "other bits")
+    console.print("; ".join(parts), soft_wrap=True)
+
+
 def show_step(data: dict[str, Any], console: Console) -> None:
     """The tables of `bench step`."""
     label = f"{data['shapes']}, fraction {data['fraction']:g}"
