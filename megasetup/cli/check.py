@@ -236,7 +236,7 @@ def _validate(container: Any, policy: Mapping[str, Any], gpus: int | None, check
         try:
             container.validate()
         except REFUSALS as error:
-            raise refusal(error, policy, f"Megatron-Bridge says of a run on {sizes.gpus} GPUs") from error
+            raise refusal(error, policy, f"Megatron-Bridge says of a world size of {sizes.gpus}") from error
     return sizes
 
 

@@ -145,7 +145,8 @@ def _show_run(console: Console, plan: RunPlan) -> None:
     title(console, "Run")
     rows = facts()
     rows.add_row("parameters", f"{plan.parameters:,} ({amount(plan.parameters)})")
-    rows.add_row("GPUs", f"{sizes.gpus} on {len(plan.nodes)} nodes, {plan.nodes[0].ranks} each")
+    nodes = "1 node" if len(plan.nodes) == 1 else f"{len(plan.nodes)} nodes, {plan.nodes[0].ranks} each"
+    rows.add_row("GPUs", f"{sizes.gpus} on {nodes}")
     split = f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, data {sizes.data}"
     rows.add_row("split", split + (f", virtual {sizes.virtual}" if sizes.virtual else ""))
     if sizes.expert > 1 or sizes.expert_tensor != sizes.tensor:

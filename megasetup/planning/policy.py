@@ -7,7 +7,8 @@ from typing import Any
 
 from megasetup.config.errors import MISSING, config_error
 from megasetup.config.fields import MEGATRON, POLICY, megatron_cfg, section
-from megasetup.planning.plan import Limits, RunPlan, plan_run
+from megasetup.planning.plan import plan_run
+from megasetup.planning.result import Limits, RunPlan
 from megasetup.planning.sync_time import Rates
 
 # Settings of speed that Megatron refuses, or that ask for a GPU or change the environment, on the laptop that plans.

@@ -197,9 +197,20 @@ def test_the_documentation_shows_the_table() -> None:
     assert rows == [[f"`{name}`", when, value, own] for name, when, value, own in VARIABLES]
 
 
+def test_what_is_set_inside_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    monkeypatch.delenv("USE_MNNVL", raising=False)
+    with environment.environment_restored():
+        environment.clear_attention_environment()
+        environment.configure_hybridep_environment(8, use_mnnvl=True)
+        assert os.environ["USE_MNNVL"] == "1"
+    assert os.environ["NVTE_FLASH_ATTN"] == "1"
+    assert "USE_MNNVL" not in os.environ
+
+
 def test_no_other_file_sets_a_variable() -> None:
     writes = re.compile(r"environ\[[^\]]+\][^=\n]*=(?!=)|environ\.(setdefault|pop|update)|putenv\(")
     package = Path(environment.__file__).parents[1]
     writers = {file.name for file in package.rglob("*.py") if writes.search(file.read_text())}
-    # (the benchmarks of ranks and steps launch processes of their own)
-    assert writers == {"environment.py", "ranks.py", "step.py"}
+    # (a benchmark's ranks are processes of their own, and the demo has a cache folder of its own while it runs)
+    assert writers == {"environment.py", "ranks.py", "imported.py"}

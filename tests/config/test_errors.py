@@ -16,6 +16,7 @@ from megasetup.config.errors import (
     ConfigTypeError,
     Problem,
     Problems,
+    Words,
     config_error,
 )
 
@@ -115,3 +116,33 @@ def test_errors_survive_being_sent_to_another_process() -> None:
     assert received.problems[1].found is MISSING
     single = pickle.loads(pickle.dumps(config_error("a", 1, "must be 2", ConfigTypeError)))
     assert type(single) is ConfigTypeError
+
+
+def test_words_in_the_place_of_a_value_have_no_quotes() -> None:
+    error = config_error("a.yaml", Words("a list"), "must be a mapping")
+    assert str(error) == "a.yaml is a list: must be a mapping"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert error.problems[0].found == "a list"
+
+
+def test_what_is_known_to_be_wrong_is_no_news() -> None:
+    problems = Problems()
+    problems.add("policy.a", "x", "must be a mapping")
+    problems.add("policy.list", "y", "must be a list")
+    known = problems.paths()
+    assert known == {"policy.a", "policy.list"}
+    found = [Problem(path, 1, "must be 2") for path in ("policy.a", "policy.a.b", "policy.list[1]", "policy.ab")]
+    problems.add_news(ConfigKeyError(*found), known)
+    assert [problem.path for problem in problems] == ["policy.a", "policy.list", "policy.ab"]
+    with pytest.raises(ConfigKeyError):
+        problems.raise_any()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_cause_is_shown_with_the_problems(count: int) -> None:
+    problems, cause = Problems(), OSError("gone")
+    for number in range(count):
+        problems.add(f"policy.{number}", 1, "must be 2")
+    with pytest.raises(ConfigError) as raised:
+        problems.raise_any(cause)
+    assert raised.value.__cause__ is cause

@@ -87,6 +87,14 @@ def test_the_least_that_a_policy_may_be() -> None:
             "1e-5",
             "must be a number or null; YAML read 1e-5 as text: write 1e-05 without quotes",
         ),
+        (policy({"optimizer": {"lr": "nan"}}), f"{M}.optimizer.lr", "nan", "must be a number or null"),
+        (
+            policy({"optimizer": {"lr": float("inf")}}),
+            f"{M}.optimizer.lr",
+            float("inf"),
+            "must be a number or null",
+        ),
+        (policy(precision=None), "policy.precision", None, "must be float32, bfloat16 or float16"),
         (
             policy({"sequence_parallel": "true"}),
             f"{M}.sequence_parallel",
@@ -228,6 +236,11 @@ def test_a_rule_that_trips_over_a_wrong_type_does_not_hide_it() -> None:
             f"{M}.optimizer.optimiser_cpu_offload",
             f"not a known key; did you mean {M}.optimizer.optimizer_cpu_offload?",
         ),
+        (
+            policy({"optimizer": {"lr": 1.0}, "optimzer": {"lr": 2.0}}),
+            f"{M}.optimzer",
+            f"not a known key; did you mean {M}.optimizer?",
+        ),
         (policy({"zzz": 1}), f"{M}.zzz", "not a known key"),
     ],
 )
@@ -332,3 +345,15 @@ def test_problems_say_where_their_values_come_from(tmp_path: Path) -> None:
     assert [str(warning) for warning in findings.warnings] == [
         f"policy.megatron_cfg.train_iter is 1: not a known key; did you mean {M}.train_iters? ({path}:4)"
     ]
+
+
+def test_what_is_missing_is_said_once() -> None:
+    assert problems(policy(generation={"backend": "vllm"})) == [
+        Problem("policy.generation.colocated", MISSING, "must be given: a mapping")
+    ]
+
+
+def test_a_member_of_an_enum_is_its_name() -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    assert problems(policy({"attention_backend": AttnBackend.flash})) == []

@@ -141,10 +141,13 @@ def _unknown(names: Names, plain: Any, section: Any, path: str) -> Problem | Non
     """What to say of a key that is not listed, None where that is no surprise."""
     *inner, name = names
     parent = section_in(type_at(section, inner))
-    here = [key for key in keys_of(parent) if key not in _value(plain, tuple(inner))]
+    beside = _value(plain, tuple(inner))
+    here = [key for key in keys_of(parent) if key not in beside]
     near = _nearest(str(name), here, _SURE if is_open(parent) else _LIKE)
     if near is None and is_open(parent):
         return None
+    # (a key that is given already may be what was meant too: an override of it, with a slip)
+    near = near or _nearest(str(name), list(keys_of(parent)), _SURE)
     meant = dotted(path, (*inner, near)) if near else _elsewhere(str(name), section, path)
     remedy = f"not a known key; did you mean {meant}?" if meant else "not a known key"
     return Problem(dotted(path, names), _value(plain, names), remedy)
