@@ -5,10 +5,14 @@ no name is replaced: the stock class's own constructor turns the object that it 
 that exist stay what they are, subclasses of others too.
 
 DistributedOptimizer is followed when it has constructed its second, real hybrid optimizer, whose host side is then made
-at once. It also gets loading repaired, in each object that holds one of ours (they stay repaired after uninstall()):
+at once. It also gets its distributed checkpoints repaired, in each object that holds one of ours (they stay repaired
+after uninstall()):
+- Where a group holds natively FP32 and 16-bit parameters, each is looked up at another one's place, so that saving
+  fails for a wrong size, or saves another one's values.
 - Loading in standard mode asks the checkpoint for "step" and "master_param", which are not in it (KeyError).
-- Two of the four sharding types do not tell the hybrid optimizer that its state was loaded, so that its masters keep
-  the values from before.
+- Two of the sharding types do not tell the hybrid optimizer that its state was loaded, so that its masters keep the
+  values from before, and write to natively FP32 parameters with gradients enabled (RuntimeError).
+- dp_reshardable, Megatron's default, sets the loaded count of steps back to the one before the load.
 Writers of asynchronous checkpoints are given copies of its tensors, as long as it lives (async_save.py).
 """
 
@@ -96,8 +100,9 @@ def _patch() -> None:
         construct_distributed(self, *args, **kwargs)
         if isinstance(self.optimizer, PipelinedHybridOptimizer):
             self.optimizer.make()
-            _repair_places(self)
-            _repair_loading(self)
+            if not self.ddp_config.use_megatron_fsdp:  # which keeps all of this itself
+                _repair_places(self)
+                _repair_loading(self)
 
     _originals.append((HybridDeviceOptimizer, construct_hybrid))
     _originals.append((DistributedOptimizer, construct_distributed))

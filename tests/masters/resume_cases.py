@@ -78,7 +78,7 @@ def sharded(chunk: Any, optimizer: Any, sharding: str, *, is_loading: bool) -> d
 
 def save(chunk: Any, optimizer: Any, case: Case, checkpoint: Path) -> AsyncCallsQueue | None:
     """The queue with the save that is under way, if another process writes."""
-    checkpoint.mkdir()
+    checkpoint.mkdir(exist_ok=True)  # every rank does
     state = sharded(chunk, optimizer, case.sharding, is_loading=False)
     if case.writer == "this":
         dist_checkpointing.save(state, str(checkpoint))

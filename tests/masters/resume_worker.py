@@ -1,4 +1,4 @@
-"""A process of the resume tests. It imports nothing by itself: Megatron's writers start processes that run this file."""
+"""A process of the resume tests. It imports nothing of itself: Megatron starts processes that run this file again."""
 
 if __name__ == "__main__":
     import sys

@@ -219,6 +219,16 @@ class TestFaultsOfTheStockClass:
         before, after = self.stepped_without_a_gradient(PipelinedHybridOptimizer)
         assert torch.equal(before, after)
 
+    @BOTH_MODES
+    def test_a_checkpoint_holds_each_parameter_as_itself(self, precision_aware: bool) -> None:
+        for fast in (False, True):
+            chunk, optimizer = build(precision_aware=precision_aware, fraction=1.0, fp32_router=True, fast=fast)
+            train(chunk, optimizer, 1)
+            (part,) = optimizer.chained_optimizers
+            saved = {param: part._get_main_param_and_optimizer_states(param) for param in chunk.parameters()}
+            sizes = [tensors["param"].numel() == param.numel() for param, tensors in saved.items()]
+            assert all(sizes) == fast
+
     def test_clones_are_pinned_in_precision_aware_mode(self) -> None:
         for fast in (False, True):
             _, optimizer = build(precision_aware=True, fraction=1.0, fp32_router=False, fast=fast)
