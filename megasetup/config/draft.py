@@ -73,8 +73,8 @@ def validate_draft_config(config: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: the weight of the loss is negative or no number; the auxiliary layers are none, negative or named
-            twice; the policy is not Megatron's, sits on Megatron-FSDP, in CUDA graphs or on context-parallel ranks, or
-            Megatron generates on the same GPUs; all problems together.
+            twice; the policy is not Megatron's, sits on Megatron-FSDP, in CUDA graphs or on context-parallel ranks; all
+            problems together.
     """
     settings = section(config, "draft")
     if not settings.get("enabled"):
@@ -117,14 +117,6 @@ def validate_draft_config(config: Mapping[str, Any]) -> None:
                 f"must be false: a draft runs outside the forward pass for which it gathers weights, {_BECAUSE}",
                 ConfigAssertionError,
             )
-    generation = section(config, "generation")
-    if generation.get("backend") == "megatron" and section(config, "generation", "colocated").get("enabled"):
-        problems.add(
-            f"{POLICY}.generation.backend",
-            "megatron",
-            f"must be another, or not colocated: the inference model has no draft, {_BECAUSE}",
-            ConfigAssertionError,
-        )
     problems.raise_any()
 
 

@@ -96,7 +96,7 @@ def apply_performance_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
     set_fields(model_cfg, megatron, FIELDS, MEGATRON, problems)
     without_missing_fusions(model_cfg, megatron)
     if "transformer_impl" in megatron:
-        _choose_layer_spec(model_cfg, megatron["transformer_impl"])
+        choose_layer_spec(model_cfg, megatron["transformer_impl"])
     with problems.collect():
         _apply_attention_backend(model_cfg, megatron)
     with problems.collect():
@@ -141,7 +141,13 @@ def _apply_recompute(model_cfg: Any, megatron: Mapping[str, Any]) -> None:
         set_field(model_cfg, "recompute_modules", megatron["recompute_modules"], f"{MEGATRON}.recompute_modules")
 
 
-def _choose_layer_spec(model_cfg: Any, transformer_impl: str) -> None:
+def choose_layer_spec(model_cfg: Any, transformer_impl: str) -> None:
+    """Give a provider the layers of a transformer_impl, where its layer spec is one of Bridge's own.
+
+    Args:
+        model_cfg: the model provider, changed in place.
+        transformer_impl: Megatron's name for the kind of layers.
+    """
     # Megatron-Bridge's GPT providers build Transformer Engine layers whatever transformer_impl says, unless their layer
     # spec is another one. A spec that is not one of Bridge's own two is the model's and stays.
     spec = getattr(model_cfg, "transformer_layer_spec", None)

@@ -13,6 +13,7 @@ import torch
 
 from megasetup.config.architecture import apply_architecture_config
 from megasetup.config.checkpoint import create_policy_checkpoint_config
+from megasetup.config.colocated import validate_colocated_config
 from megasetup.config.container import create_megatron_config, validate_training_config
 from megasetup.config.draft import validate_draft_config
 from megasetup.config.errors import Problems
@@ -88,6 +89,7 @@ def setup_model_config(
         lambda: fused_linear_logprobs_settings(config),
         lambda: validate_router_replay_config(config),
         lambda: validate_draft_config(config),
+        lambda: validate_colocated_config(config),
         lambda: create_lora(config),
         lambda: validate_layout(model_cfg),
         lambda: validate_training_config(config, model_cfg),

@@ -97,6 +97,7 @@ def rules() -> Sequence[Rule]:
     """The checks between settings that the config alone decides."""
     # (here, because they need torch)
     from megasetup.config import (
+        colocated,
         data_parallel,
         draft,
         logprobs,
@@ -122,6 +123,7 @@ def rules() -> Sequence[Rule]:
         peft.validate_peft_config,
         router_replay.validate_router_replay_config,
         draft.validate_draft_config,
+        colocated.validate_colocated_config,
         lambda config: overrides.validate_model_override_conflicts(
             megatron_cfg(config), section(config, "megatron_cfg", "model_overrides")
         ),

@@ -10,23 +10,20 @@ import contextlib
 import copy
 import importlib
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
+from megasetup.config.colocated import SIZES
 from megasetup.config.errors import ConfigAssertionError, Problems
 from megasetup.config.fields import MEGATRON, POLICY, section
+from megasetup.config.performance import choose_layer_spec
 from megasetup.model import bridge
 from megasetup.model.training import build_chunks
 
 _logger = logging.getLogger("megasetup")
 
-_GENERATION = f"{POLICY}.generation.mcore_generation_config"
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+_MEMORY = "inference_model"  # (torch_memory_saver's name of it)
 
 
 def build_inference_model(policy_cfg: Mapping[str, Any], megatron_cfg: Any, initial_model_provider: Any) -> Any:
@@ -79,7 +76,7 @@ def _check(policy_cfg: Mapping[str, Any], cfg: Any) -> None:
 def _inference_provider(policy_cfg: Mapping[str, Any], initial: Any) -> Any:
     settings = section(policy_cfg, "generation", "mcore_generation_config")
     provider = copy.deepcopy(initial)
-    for name in _SIZES:
+    for name in SIZES:
         if settings.get(name) is not None:
             setattr(provider, name, settings[name])
     if provider.pipeline_model_parallel_size != initial.pipeline_model_parallel_size:
@@ -90,6 +87,9 @@ def _inference_provider(policy_cfg: Mapping[str, Any], initial: Any) -> Any:
     provider.context_parallel_size = 1
     provider.sequence_parallel = provider.tensor_model_parallel_size > 1 and initial.sequence_parallel
     provider.recompute_granularity = provider.recompute_method = provider.recompute_num_layers = None
+    if settings.get("transformer_impl") is not None:
+        provider.transformer_impl = settings["transformer_impl"]
+        choose_layer_spec(provider, settings["transformer_impl"])
     if "cuda_graph_impl" in settings:
         provider.cuda_graph_impl = settings["cuda_graph_impl"]
     provider.finalize()
@@ -98,13 +98,51 @@ def _inference_provider(policy_cfg: Mapping[str, Any], initial: Any) -> Any:
 
 def _pausable_memory() -> contextlib.AbstractContextManager[Any]:
     """Memory that torch_memory_saver can take away during training, where it is installed."""
-    try:
-        saver = importlib.import_module("torch_memory_saver").torch_memory_saver
-    except ImportError:
+    saver = _memory_saver()
+    if saver is None:
         _logger.warning(
             "torch_memory_saver is not installed, so the inference model keeps its GPU memory during training: "
             "pip install torch_memory_saver"
         )
         return contextlib.nullcontext()
-    region: contextlib.AbstractContextManager[Any] = saver.region(tag="inference_model")
+    region: contextlib.AbstractContextManager[Any] = saver.region(tag=_MEMORY)
     return region
+
+
+def pause_inference_model() -> bool:
+    """Give the GPU memory of the inference model's weights back while the policy trains.
+
+    Their addresses stay reserved, so nothing that knows them (CUDA graphs) has to be made again. What they held is
+    lost: resume_inference_model and the reshard before the next generation bring it back.
+
+    Returns:
+        Whether there was memory to give back: False without torch_memory_saver.
+    """
+    saver = _memory_saver()
+    if saver is not None:
+        saver.pause(_MEMORY)
+    return saver is not None
+
+
+def resume_inference_model() -> bool:
+    """Put memory under the inference model's weights again, at the same addresses; call it before the reshard.
+
+    Returns:
+        Whether there was memory to put there: False without torch_memory_saver.
+    """
+    saver = _memory_saver()
+    if saver is not None:
+        saver.resume(_MEMORY)
+    return saver is not None
+
+
+def _memory_saver() -> Any | None:
+    try:
+        saver = importlib.import_module("torch_memory_saver").torch_memory_saver
+    except ImportError:
+        return None
+    if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
+        # Its other way of hooking in needs the library preloaded. Once it is in use it takes no such setting.
+        with contextlib.suppress(AssertionError):
+            saver.hook_mode = "torch"
+    return saver

@@ -17,8 +17,8 @@ import torch
 from megasetup.compat.bridge import import_bridge
 from megasetup.compat.hybrid_optimizer import fast_hybrid_optimizer
 from megasetup.compat.signal_handler import patch_signal_handler
+from megasetup.config.colocated import inference_megatron_cfg
 from megasetup.config.fields import megatron_cfg as megatron_section
-from megasetup.config.fields import section
 from megasetup.config.peft import create_lora
 from megasetup.masters import AuditReport, audit_master_weights, ensure_master_weights, sync_master_weights
 from megasetup.model import bridge
@@ -32,6 +32,9 @@ _logger = logging.getLogger("megasetup")
 
 class ColocatedReshardPlan(NamedTuple):
     """What is needed to build the inference model of generation by Megatron on the training GPUs.
+
+    There is one where generation has another layout or other layers than training; without, the training model
+    generates itself.
 
     Attributes:
         initial_model_provider: the provider as it was before the training model was built from it; for
@@ -64,7 +67,7 @@ class ModelAndOptimizerState(_StateFields):
         param_sync_func: what starts the gathering of parameters where that overlaps and is aligned (one function, or a
             list for several chunks), else None.
         draft_model: the draft on the ranks that have one (the last pipeline stage), else None.
-        colocated_reshard_plan: for colocated generation by Megatron, else None.
+        colocated_reshard_plan: for colocated generation by Megatron with a model of its own, else None.
         report: what the setup did, a SetupReport. Not one of the tuple's fields.
     """
 
@@ -212,8 +215,7 @@ def _fill_vocabulary(cfg: Any) -> None:
 
 
 def _reshard_plan(policy_cfg: Mapping[str, Any], cfg: Any) -> ColocatedReshardPlan | None:
-    generation = section(policy_cfg, "generation")
-    if generation.get("backend") != "megatron" or not section(policy_cfg, "generation", "colocated").get("enabled"):
+    if inference_megatron_cfg(policy_cfg) is None:
         return None
     # Building the training model leaves process groups and hooks behind in its provider.
     return ColocatedReshardPlan(copy.deepcopy(cfg.model))

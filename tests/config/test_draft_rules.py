@@ -74,11 +74,6 @@ MEGATRON = "policy.megatron_cfg"
             f"{MEGATRON}.distributed_data_parallel_config.use_megatron_fsdp is True",
             AssertionError,
         ),
-        (
-            config(generation={"backend": "megatron", "colocated": {"enabled": True}}),
-            "policy.generation.backend is 'megatron'",
-            AssertionError,
-        ),
     ],
 )
 def test_what_is_refused(found: dict[str, Any], path: str, kind: type[Exception]) -> None:

@@ -351,7 +351,7 @@ def inference() -> dict[str, Any]:
     from megatron.core.resharding.refit import clear_all_caches, swap_model_weights
     from megatron.core.utils import unwrap_model
 
-    from megasetup.model.inference import build_inference_model
+    from megasetup.model.inference import build_inference_model, pause_inference_model, resume_inference_model
 
     generation = {
         "backend": "megatron",
@@ -362,13 +362,18 @@ def inference() -> dict[str, Any]:
     settings["generation"] = generation
     run = Run(settings)
     plan = run.made.colocated_reshard_plan
-    assert plan is not None
+    if plan is None:
+        return {"plan": None}
     second = build_inference_model(settings, run.cfg, plan.initial_model_provider)
     swap_model_weights(run.chunks, [second], "nccl")
     clear_all_caches()
     rows = batch(UNKNOWN)[:, :-1].contiguous()
     positions = torch.arange(LENGTH, device="cuda").expand(len(rows), -1)
+    addresses = [parameter.data_ptr() for parameter in second.parameters()]
+    paused = pause_inference_model()  # (only where torch_memory_saver is installed)
     facts: dict[str, Any] = {"losses": [run.step() for _ in range(2)]}
+    assert resume_inference_model() == paused
+    facts["same_addresses"] = addresses == [parameter.data_ptr() for parameter in second.parameters()]
     swap_model_weights(run.chunks, [second], "nccl")
     clear_all_caches()
     with torch.no_grad():

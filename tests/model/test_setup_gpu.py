@@ -124,10 +124,5 @@ def test_the_reference_is_the_policy_before_training(results: dict[str, dict[str
     assert all(loss < 0.1 for loss in result["losses"])
 
 
-def test_the_inference_model_has_the_policys_logits(results: dict[str, dict[str, Any]]) -> None:
-    result = results["inference"]
-    assert "failed" not in result, result["failed"]
-    assert result["difference"] == 0.0
-    assert result["largest"] > 1.0
-    assert not result["grad"]
-    assert not result["training"]
+def test_generation_in_the_training_layout_needs_no_second_model(results: dict[str, dict[str, Any]]) -> None:
+    assert results["inference"] == {"plan": None}

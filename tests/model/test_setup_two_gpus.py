@@ -70,5 +70,9 @@ def test_an_inference_model_in_another_layout(
     for result in found["inference"]:
         assert "failed" not in result, result["failed"]
         assert result["size"] == [2048, 2048]
+        assert result["largest"] > 1.0
+        assert result["same_addresses"]
+        assert not result["grad"]
+        assert not result["training"]
         # Sums over two halves round otherwise than sums over a whole.
         assert result["difference"] < 0.05 * result["largest"]

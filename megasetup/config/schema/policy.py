@@ -80,6 +80,10 @@ class McoreGenerationConfig(TypedDict, total=False):
     expert_tensor_parallel_size: Annotated[
         Size | None, Key("GPUs that share each expert.", "build_inference_model", "the training model's")
     ]
+    transformer_impl: Annotated[
+        Literal["local", "transformer_engine", "inference_optimized"],
+        Key("The kind of its layers.", "build_inference_model", "the training model's"),
+    ]
     cuda_graph_impl: Annotated[
         Literal["none", "local", "transformer_engine", "full_iteration"],
         Key("Who captures its CUDA graphs; any but none switches the RNG tracker on.", "the inference model", "none"),
