@@ -14,12 +14,17 @@ from typing import Any
 
 from megasetup.config.draft import DRAFT, draft_enabled
 from megasetup.config.errors import ConfigAttributeError, ConfigNotImplementedError, config_error
-from megasetup.config.fields import MEGATRON, megatron_cfg
+from megasetup.config.fields import MEGATRON, megatron_cfg, section
 from megasetup.model.bridge import is_checkpoint, load_weights_from
 from megasetup.model.draft import create_draft_pre_wrap_hook
 from megasetup.moe import find_routers
 
 _logger = logging.getLogger("megasetup")
+
+_INSTALL: Mapping[str, str] = {
+    "modelopt": "pip install nvidia-modelopt",
+    "transformer_engine": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+}
 
 type Hook = Callable[[list[Any]], list[Any]]
 
@@ -28,21 +33,24 @@ def check_supported(policy_cfg: Mapping[str, Any]) -> None:
     """Refuse what a config asks for and this machine has not the packages for, before anything is built.
 
     Raises:
-        ConfigNotImplementedError: a draft model without ModelOpt or Transformer Engine.
+        ConfigNotImplementedError: a draft model without ModelOpt or Transformer Engine, or LoRA without the latter.
     """
-    if not draft_enabled(policy_cfg):
-        return
-    for package, install in (
-        ("modelopt", "pip install nvidia-modelopt"),
-        ("transformer_engine", "pip install --no-build-isolation 'transformer-engine[pytorch]'"),
-    ):
-        if importlib.util.find_spec(package) is None:
-            raise config_error(
-                f"{DRAFT}.enabled",
-                True,
-                f"must be false, or {package} installed, which drafts are built with: {install}",
-                ConfigNotImplementedError,
-            )
+    if draft_enabled(policy_cfg):
+        for package in _INSTALL:
+            _need(package, f"{DRAFT}.enabled", "drafts")
+    if section(policy_cfg, "megatron_cfg", "peft").get("enabled"):
+        # Megatron-Bridge asks of every layer whether it is one of Transformer Engine's, and fails where there is none.
+        _need("transformer_engine", f"{MEGATRON}.peft.enabled", "adapters")
+
+
+def _need(package: str, key: str, what: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise config_error(
+            key,
+            True,
+            f"must be false, or {package} installed, which {what} are built with: {_INSTALL[package]}",
+            ConfigNotImplementedError,
+        )
 
 
 def draft_hook(policy_cfg: Mapping[str, Any], cfg: Any, state: Any, *, load_base: bool) -> Hook | None:

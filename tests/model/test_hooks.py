@@ -147,3 +147,15 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch, missing
             "megatron_cfg": {"use_fused_linear_logprobs": True},
         }
     )
+
+
+def test_lora_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"megatron_cfg": {"peft": {"enabled": True, "dim": 8, "alpha": 32}}}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformer_engine" else object())
+    with pytest.raises(
+        NotImplementedError,
+        match=r"policy\.megatron_cfg\.peft\.enabled is True: must be false, or transformer_engine inst",
+    ):
+        check_supported(config)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "modelopt" else object())
+    check_supported(config)
