@@ -58,12 +58,13 @@ def train(policy, vocab_size, made, dp_size):
 def forward_step(pieces, model):
     rows = next(pieces).cuda()
     positions = torch.arange(rows.shape[1] - 1, device="cuda").expand(len(rows), -1)
-    return model(rows[:, :-1].contiguous(), positions, None, labels=rows[:, 1:].contiguous()), mean_loss
+    return model(rows[:, :-1].contiguous(), positions, None, labels=rows[:, 1:].contiguous()), summed_loss
 
 
-def mean_loss(losses):
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach()}
+def summed_loss(losses):
+    # The sum and the number of tokens: Megatron divides the gradients by the tokens of all ranks and pieces together.
+    total, tokens = losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    return total, tokens, {"loss": total.detach() / tokens}
 
 
 if __name__ == "__main__":  # (Megatron starts a process of its own while it saves, and that imports this file)
