@@ -56,8 +56,11 @@ def train_step(made, rows, weight):
         drafted = vocab_parallel_cross_entropy(logits.float().contiguous(), rows[:, 2:].T.contiguous()).mean()
 
         def loss_function(losses):
+            # The sum and the number of tokens: Megatron divides the gradients by the tokens of all ranks together.
+            tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
             loss = losses.float().mean()
-            return loss + weight * drafted, {"losses": torch.stack((loss, drafted)).detach()}
+            total = (loss + weight * drafted) * tokens
+            return total, tokens, {"losses": torch.stack((loss, drafted)).detach()}
 
         return losses, loss_function
 
