@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 RULES = (
     "errors",
     "parallelism",
-    "moe",
+    "moe_settings",
     "mtp",
     "precision",
     "performance",
@@ -27,6 +27,9 @@ RULES = (
     "container",
     "peft",
     "rope",
+    "colocated",
+    "draft_rules",
+    "router_replay_rules",
     "reward",
     "runtime",
     "validate",

@@ -34,7 +34,7 @@ def load(model: str, checkpoint: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"saved_optimizer": bridge.saved_optimizer(checkpoint)}
     try:
         with Stages("setup") as stages:
-            restored = training._load(stages, state, chunks, None, None, {}, None)
+            restored = training._load(stages, state, chunks, None, None, {}, None, [])
             facts |= {"restored": restored, "weights": stages.report.weights}
         facts["sums"] = {name: p.double().abs().sum().item() for name, p in chunks[0].module.named_parameters()}
     except Exception as error:
