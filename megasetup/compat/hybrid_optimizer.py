@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -120,22 +121,25 @@ def _repair_places(distributed: Any) -> None:
 
 
 def _repair_loading(distributed: Any) -> None:
-    set_tensors = distributed._set_main_param_and_optimizer_states
+    # Nothing here refers to the object that it is set on: the pinned memory goes with the last reference to that, and
+    # not some time later with the next collection of garbage.
+    kind, found = type(distributed), weakref.ref(distributed)
 
     def set_what_is_there(model_param: Any, tensors: dict[str, Any]) -> None:
         # What is not a tensor is skipped; the hybrid optimizer counts its steps and keeps its masters itself.
-        set_tensors(model_param, {"master_param": None, **tensors, "step": None})
+        kind._set_main_param_and_optimizer_states(found(), model_param, {"master_param": None, **tensors, "step": None})
 
     distributed._set_main_param_and_optimizer_states = set_what_is_there
     for name in ("load_parameter_state_from_dp_zero", "load_parameter_state_from_dp_reshardable"):
-        setattr(distributed, name, _followed_by_sync(distributed, getattr(distributed, name)))
+        setattr(distributed, name, _followed_by_sync(found, getattr(kind, name)))
 
 
-def _followed_by_sync(distributed: Any, load: Callable[..., None]) -> Callable[..., None]:
+def _followed_by_sync(found: Callable[[], Any], load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     @torch.no_grad()
     def loaded(*args: Any, **kwargs: Any) -> None:
-        load(*args, **kwargs)
+        distributed = found()
+        load(distributed, *args, **kwargs)
         distributed.optimizer._sync_hdo_state_to_sub_optimizers()
 
     return loaded

@@ -176,12 +176,13 @@ class PinnedArena:
 
         What is free is looked at on the way, as when the arena itself touches them; wait() raises ArenaError then.
         """
+        asked = self._nbytes  # the check must not keep the arena
         return Populating(
             self._memory,
             self._address,
             self._nbytes,
             threads=native.get_num_reading_threads(),
-            check=lambda missing: _check_room(missing, self._nbytes),
+            check=lambda missing: _check_room(missing, asked),
         )
 
     def _mapped(self, gpu: torch.device | None, *, touch: bool) -> Any:

@@ -14,10 +14,13 @@ Faults of the stock class in megatron-core 0.19 that are not repeated here:
 - A state dict loads also where a parameter is natively FP32, and in standard mode (KeyError).
 - While it loads, the state of offloaded parameters stays on the host (it goes through the GPU, 12 bytes an element).
 - A load that fails leaves the param groups as they were.
+- A closure is evaluated once, and its gradients are stepped with (each sub-optimizer evaluates it, for nothing).
 - A parameter without a gradient is not stepped (it is stepped again from its last gradient).
 - After a load the GPU optimizer goes on counting its steps (it is set back to the loaded count before every step).
 - Tensors that an asynchronous checkpoint's writer moved into shared memory are brought back before the next step (they
   stay unpinned, and are written while they are stepped; compat/async_save.py hands the writer copies).
+- A natively FP32 parameter that stays on the GPU is stepped in precision-aware mode, where its gradient is not in .grad
+  (it keeps its value).
 - The GPU optimizer waits for the FP32 gradients that it reads (with overlap they are made on another stream).
 - Shards of natively FP32 parameters may be made while gradients are enabled ("can't optimize a non-leaf Tensor").
 """
@@ -81,7 +84,10 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
     bucket_elements: ClassVar[int] = hybrid_buckets.BUCKET_ELEMENTS
     chunk_elements: ClassVar[int] = hybrid_buckets.CHUNK_ELEMENTS
     buckets_ahead: ClassVar[int] = hybrid_buckets.BUCKETS_AHEAD
+    state: dict[torch.Tensor, dict[str, Any]]
     _has_told = False
+    # Why no step is taken any more; None for nothing.
+    _cut_off: str | None = None
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         params = list(params)
@@ -112,36 +118,94 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         arenas = self._arenas if self.is_made else ()
         return sum(arena.nbytes for arena in arenas if arena.is_pinned)
 
-    @torch.no_grad()
     def make(self) -> None:
-        """Make the clones, fill them from the parameters, and make all else that a step needs; again, if it was made.
+        """Make the clones, fill them from the parameters, and make all else that a step needs.
+
+        If all that was there already, it is made anew: the moments begin at zero again, and the steps at none.
 
         Raises:
             ArenaError: the host memory cannot be had or pinned.
         """
+        if self.is_made:
+            self.state = defaultdict(dict)
+        self._make()
+        self._cut_off = None
+
+    @torch.no_grad()
+    def _make(self) -> None:
         if self.is_made:  # let the old memory go first
             self._populating.stop()
             for name in _MADE_WITH_THE_HOST_SIDE:
                 self.__dict__.pop(name, None)
         self.__dict__.update(_made(self))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One step of every sub-optimizer; parameters on a GPU are written by the time that its current stream is."""
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do, before the host side is made.
+
+        Raises:
+            NotImplementedError: the host side has been made. (Megatron's class takes the group, and raises a KeyError
+                at the next step.)
+        """
+        if self.is_made:
+            raise NotImplementedError(
+                "a group cannot be added when the masters and moments of the others have been made: give the "
+                "constructor all groups, those that are trained later too (a parameter without a gradient is not "
+                "stepped), or make a new optimizer"
+            )
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every sub-optimizer; parameters on a GPU are written by the time that its current stream is.
+
+        An exception on the way, Ctrl-C included, may leave some parameters stepped and others not, as in any optimizer;
+        no copy is under way then. If so, a note in its traceback says it, and no step is taken before a load.
+
+        Args:
+            closure: evaluated once, before the gradients are read, as torch's optimizers do.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: an earlier step was cut off when parameters had been stepped.
+            ValueError: a group holds a parameter that was not in it when the host side was made.
+        """
+        if self._cut_off is not None:
+            raise RuntimeError(self._cut_off)
         self._sync_hdo_param_groups_to_sub_optimizers()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         with torch.no_grad():
             self._bring_back()
-
-        def meanwhile() -> None:
-            if self.gpu_optimizer is not None:
-                self._step_on_gpu(closure)
-            self._populating.wait()
-
-        HostStep(self._buckets, self._lanes, self._moments, ahead=self.buckets_ahead).run(closure, meanwhile)
+        step = HostStep(self._buckets, self._lanes, self._moments, ahead=self.buckets_ahead)
+        try:
+            step.run(ready=self._populating.wait, meanwhile=self._step_on_gpu)
+        except BaseException as error:
+            if step.has_begun:
+                self._cut_off = (
+                    f"a step was cut off by {type(error).__name__} when {step.done} of {len(self._buckets)} buckets of "
+                    "the CPU optimizer had been stepped: some weights, masters and moments are of this step and some "
+                    "of the one before. Load model and optimizer from a checkpoint (load_state_dict) before the next "
+                    "step, and do not save them as they are"
+                )
+                error.add_note(self._cut_off)
+            raise
         self._sync_sub_optimizers_state_to_hdo()
+        return loss
+
+    def dummy_step(self) -> None:
+        """A step with random gradients, by which Megatron makes the state that it is about to load into."""
+        cut_off, self._cut_off = self._cut_off, None
+        super().dummy_step()
+        self._cut_off = self._cut_off or cut_off
 
     def _bring_back(self) -> None:
         """Bring masters and moments back that were moved since the last step: buckets step and send what lies there."""
         left = [home for home in self._homes if home.is_left]
+        if left:
+            self._settle()
         for home in left:
             home.bring_back()
         if left and not self._has_told:
@@ -153,20 +217,30 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
                 len(left),
             )
 
-    def _step_on_gpu(self, closure: Callable[[], Any] | None) -> None:
-        widened = [
-            (param, master)
-            for param, master in self.param_to_fp32_param.items()
-            if master.is_cuda and param not in self.gpu_params_map_cpu_copy
-        ]
-        for param, master in widened:
-            gradient = gradient_of(param)
-            master.grad = None if gradient is None else gradient.to(master.dtype)
-        self.gpu_optimizer.step(closure)
+    def _settle(self) -> None:
+        """Wait for what the last step sends: it reads masters that are about to be written."""
+        for lane in self._lanes:
+            lane.settle()
+
+    def _step_on_gpu(self) -> None:
+        if self.gpu_optimizer is None:
+            return
+        before = []
+        try:
+            for stepped in tensors_of(self.gpu_optimizer.param_groups):
+                param = self.inner_param_to_orig_param[stepped]
+                if stepped is param and getattr(param, "decoupled_grad", None) is None:
+                    continue
+                before.append((stepped, stepped.grad))
+                gradient = gradient_of(param)
+                stepped.grad = None if gradient is None else gradient.to(stepped.dtype)
+            self.gpu_optimizer.step()
+        finally:
+            for stepped, gradient in before:
+                stepped.grad = gradient
         with torch.no_grad():
-            convert(kernels.narrow, [(master, param.detach()) for param, master in widened])
-        for _, master in widened:
-            master.grad = None
+            fp32 = self.param_to_fp32_param.items()
+            convert(kernels.narrow, [(master, param.detach()) for param, master in fp32 if master.is_cuda])
 
     @torch.no_grad()
     def update_fp32_param_by_new_param(self) -> None:
@@ -178,6 +252,13 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         self._sync_settings(("params", "step"))
 
     def _sync_settings(self, keep: Sequence[str]) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param not in self.param_to_inner_param:
+                    raise ValueError(
+                        f"a param group holds a parameter of shape {tuple(param.shape)} that this optimizer was not "
+                        "made with: give the constructor all parameters, or call make(), which begins the moments anew"
+                    )
         group_of = {self.param_to_inner_param[param]: group for group in self.param_groups for param in group["params"]}
         for optimizer in self.sub_optimizers:
             for group in optimizer.param_groups:
@@ -218,18 +299,18 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
     def _take_loaded_state(self) -> None:
         self._exchange(self.inner_param_to_orig_param)
         original = self.inner_param_to_orig_param
-        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(
-            dict, {original.get(inner, inner): entry for inner, entry in self.state.items()}
-        )
+        self.state = defaultdict(dict, {original.get(inner, inner): entry for inner, entry in self.state.items()})
         if any(param not in self.param_to_inner_param for param in tensors_of(self.param_groups)):
-            self.make()  # Float16OptimizerWithFloat16Params changes the parameters and then loads
+            self._make()  # Float16OptimizerWithFloat16Params changes the parameters and then loads
         self._sync_settings(("params",))
         self._adopt_state(lambda param, master, saved: saved is None)
+        self._cut_off = None
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
         """Megatron calls this when it has put loaded values into `state` and into the parameters."""
         # In standard mode what it loaded is the parameter itself, FP32 on the GPU; the clone follows.
         self._adopt_state(lambda param, master, saved: param.dtype == master.dtype)
+        self._cut_off = None
 
     @torch.no_grad()
     def _adopt_state(self, from_param: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], bool]) -> None:
@@ -238,6 +319,7 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         A master is taken from the state where that holds another tensor than the master itself; otherwise from the
         parameter if from_param(parameter, master, the state's master) says so.
         """
+        self._settle()
         refreshed = []
         for optimizer in self.sub_optimizers:
             state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)

@@ -1,12 +1,15 @@
 """One step of all that lies on the host.
 
 While a bucket is stepped, the gradients of the next ones arrive and the masters of the last one go back.
+
+What raises on the way, Ctrl-C included, leaves nothing under way: copies have ended, buffers and gradients are as after
+any step. Whether anything had been stepped by then is remembered, because masters, moments and counts of steps that are
+of two steps cannot be told from right ones afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -23,26 +26,40 @@ class HostStep:
         lanes: what moves their values.
         moments: what holds Adam's moments.
         ahead: how many buckets' gradients are on their way while one is stepped.
+
+    Attributes:
+        has_begun: whether anything may have been stepped.
+        done: buckets that have been stepped.
     """
 
     def __init__(self, buckets: Sequence[Bucket], lanes: Sequence[Lane], moments: Moments, *, ahead: int) -> None:
+        self.has_begun = False
+        self.done = 0
         self._buckets = buckets
         self._lanes = lanes
         self._moments = moments
         self._ahead = ahead
         self._waiting: Iterator[Bucket] = iter(buckets)
         self._arrived: dict[Bucket, torch.cuda.Event | None] = {}
+        # What was attached to each of a bucket's tensors before its gradient was.
+        self._before: dict[Bucket, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
-    def run(self, closure: Callable[[], Any] | None, meanwhile: Callable[[], None]) -> None:
-        """Take the step; `meanwhile` is called when the first gradients are on their way."""
-        with torch.no_grad():
-            sliced = self._begin_slices()
-            for lane in self._lanes:
-                lane.begin()
+    def run(self, ready: Callable[[], None], meanwhile: Callable[[], None]) -> None:
+        """Take the step.
+
+        Args:
+            ready: called when the first gradients are on their way, before anything is stepped.
+            meanwhile: called next; what it does is part of the step.
+        """
         try:
             with torch.no_grad():
+                sliced = self._begin_slices()
+                for lane in self._lanes:
+                    lane.begin()
                 for _ in range(self._ahead):
                     self._fetch_next()
+            ready()
+            self.has_begun = True
             meanwhile()
             for bucket in self._buckets:
                 with torch.no_grad():
@@ -51,20 +68,22 @@ class HostStep:
                 if event is not None:
                     event.synchronize()
                 if bucket.sliced is None:
-                    bucket.optimizer.step(closure)
+                    bucket.optimizer.step()
                 else:
                     bucket.sliced.step(bucket.rows[0].stepped)
                 with torch.no_grad():
-                    for row in bucket.rows:
-                        if row.grad is not None:
-                            row.stepped.grad = None  # the buffer is another bucket's now
+                    self._take_back(bucket)
                     bucket.lane.send(bucket)
+                self.done += 1
+            with torch.no_grad():
+                for one in sliced:
+                    one.end()
+        except BaseException:
+            self._abandon()
+            raise
         finally:
             for lane in self._lanes:
                 lane.end()
-        with torch.no_grad():
-            for one in sliced:
-                one.end()
 
     def _begin_slices(self) -> list[SlicedMaster]:
         """Prepare those sliced masters that have a gradient."""
@@ -86,6 +105,7 @@ class HostStep:
 
     def _give(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
         """Attach the gradients to what is stepped, and Adam's moments where it would now make its own."""
+        self._before[bucket] = [(row.stepped, row.stepped.grad) for row in bucket.rows]
         for row, gradient in zip(bucket.rows, gradients, strict=True):
             stepped = row.stepped
             if gradient is None:
@@ -97,3 +117,14 @@ class HostStep:
                 stepped.grad = gradient.to(stepped.dtype)
             if bucket.sliced is None:
                 self._moments.begin(bucket.optimizer, row.master)
+
+    def _take_back(self, bucket: Bucket) -> None:
+        """Attach what was attached: a buffer is another bucket's now, a parameter's own gradient is its user's."""
+        for stepped, gradient in self._before.pop(bucket, ()):
+            stepped.grad = gradient
+
+    def _abandon(self) -> None:
+        for bucket in list(self._before):
+            self._take_back(bucket)
+        for lane in self._lanes:
+            lane.settle()

@@ -17,6 +17,7 @@ it, copy out of it, the next conversion.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -101,6 +102,9 @@ class Lane(Protocol):
     def end(self) -> None:
         """Make the caller's stream wait for all that was started."""
 
+    def settle(self) -> None:
+        """Wait until nothing is under way, so that host memory may be written; what has failed is over, too."""
+
 
 def staging_for(buckets: Iterable[Bucket]) -> int:
     """Elements of the longest chunk that is converted on the GPU, or gathered there; FP32 tensors cross as they are."""
@@ -153,6 +157,9 @@ class HostLane:
     def end(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
 
 class WireLane:
     """Parameters on a GPU.
@@ -189,6 +196,7 @@ class WireLane:
     def _fetch_chunk(self, bucket: Bucket, chunk: Chunk, gradients: Sequence[torch.Tensor | None]) -> None:
         sources, targets = [], []
         staging = self._staging_down
+        is_staged = False
         alone = len(chunk.parts) == 1
         for part in chunk.parts:
             row, gradient = bucket.rows[part.row], gradients[part.row]
@@ -196,13 +204,20 @@ class WireLane:
                 continue
             run = _run(gradient, row.first + part.first, row.first + part.last)
             start, length = part.offset, part.last - part.first
-            converted = row.grad.dtype == torch.float32 and gradient.dtype in _CONVERTED
-            if (alone and gradient.dtype == row.grad.dtype) or not converted or chunk.end - chunk.start > len(staging):
+            if (
+                (alone and gradient.dtype == row.grad.dtype)
+                or row.grad.dtype != torch.float32
+                or chunk.end - chunk.start > len(staging)
+            ):
                 bucket.grads[chunk.start + start : chunk.start + start + length].copy_(run, non_blocking=True)
-            else:
+                continue
+            is_staged = True
+            if gradient.dtype in _CONVERTED:
                 sources.append(run)
                 targets.append(staging[start : start + length])
-        if sources:
+            else:
+                staging[start : start + length].copy_(run)
+        if is_staged:
             kernels.widen(sources, targets)
             bucket.grads[chunk.start : chunk.end].copy_(staging[: chunk.end - chunk.start], non_blocking=True)
 
@@ -236,3 +251,9 @@ class WireLane:
         caller.wait_stream(self.to_device)
         # Freed to the caller's stream, which now comes after both.
         self._staging_down = self._staging_up = torch.empty(0)
+
+    def settle(self) -> None:
+        for stream in (self.to_host, self.to_device):
+            # A device that has failed moves nothing any more, and says so wherever it is used next.
+            with contextlib.suppress(RuntimeError):
+                stream.synchronize()

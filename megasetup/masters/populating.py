@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ _BLOCKS_BETWEEN_CHECKS = 256
 
 class Populating:
     """Pages that are being populated. Whoever uses them meanwhile is served as ever.
+
+    When it is dropped the work ends where it is, and the memory is let go.
 
     Args:
         memory: what keeps the memory mapped.
@@ -42,31 +45,65 @@ class Populating:
         threads: int,
         check: Callable[[int], None] = lambda missing: None,
     ) -> None:
-        self._memory = memory
-        self._first, self._end = address, address + nbytes
-        self._check = check
-        self._blocks = itertools.count(address // _BLOCK_BYTES)
-        self._over = threading.Event()
-        self._problem: Exception | None = None
+        self._work = _Work(memory, address, address + nbytes, check)
         self._process = os.getpid()
         self._threads: list[threading.Thread] = []
+        # The threads know the work and not this object, so that it can be dropped while they are at it.
+        weakref.finalize(self, self._work.over.set)
         if nbytes:
             libc = ctypes.CDLL(None, use_errno=True)
             libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-            self._threads = [
-                threading.Thread(target=self._work, args=(libc.madvise,), name="megasetup-populating", daemon=True)
-                for _ in range(threads)
-            ]
             # All begin at once: to start a thread memory is mapped, which would wait for the calls of those that are at
             # work, and hold up their next ones.
-            self._started = threading.Barrier(threads + 1)
+            started = threading.Barrier(threads + 1)
+            self._threads = [
+                threading.Thread(
+                    target=self._work.run, args=(libc.madvise, started), name="megasetup-populating", daemon=True
+                )
+                for _ in range(threads)
+            ]
             for thread in self._threads:
                 thread.start()
-            self._started.wait()
+            started.wait()
 
-    def _work(self, madvise: Any) -> None:
-        self._started.wait()
-        while not self._over.is_set():
+    def wait(self) -> None:
+        """Wait until all pages are there, or cannot be.
+
+        Raises:
+            Exception: what the check raised.
+        """
+        self._join()
+        if self._work.problem is not None:
+            raise self._work.problem
+
+    def stop(self) -> None:
+        """End the work where it is, and let go of the memory."""
+        self._work.over.set()
+        self._join()
+
+    def _join(self) -> None:
+        # A forked child has the memory, and none of the threads.
+        if self._process == os.getpid():
+            for thread in self._threads:
+                thread.join()
+        self._threads = []
+        self._work.memory = None
+
+
+class _Work:
+    """What the threads share."""
+
+    def __init__(self, memory: Any, first: int, end: int, check: Callable[[int], None]) -> None:
+        self.memory = memory
+        self.over = threading.Event()
+        self.problem: Exception | None = None
+        self._first, self._end = first, end
+        self._check = check
+        self._blocks = itertools.count(first // _BLOCK_BYTES)
+
+    def run(self, madvise: Any, started: threading.Barrier) -> None:
+        started.wait()
+        while not self.over.is_set():
             block = next(self._blocks)
             first = max(block * _BLOCK_BYTES, self._first)
             end = min((block + 1) * _BLOCK_BYTES, self._end)
@@ -76,31 +113,8 @@ class Populating:
                 if block % _BLOCKS_BETWEEN_CHECKS == 0:
                     self._check(self._end - first)
             except Exception as problem:
-                self._problem = problem
-                self._over.set()
+                self.problem = problem
+                self.over.set()
                 return
             if madvise(first, end - first, _POPULATE_WRITE):
-                self._over.set()
-
-    def wait(self) -> None:
-        """Wait until all pages are there, or cannot be.
-
-        Raises:
-            Exception: what the check raised.
-        """
-        self._join()
-        if self._problem is not None:
-            raise self._problem
-
-    def stop(self) -> None:
-        """End the work where it is, and let go of the memory."""
-        self._over.set()
-        self._join()
-
-    def _join(self) -> None:
-        # A forked child has the memory, and none of the threads.
-        if self._process == os.getpid():
-            for thread in self._threads:
-                thread.join()
-        self._threads = []
-        self._memory = None
+                self.over.set()

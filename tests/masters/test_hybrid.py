@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from typing import Any
+import re
+import weakref
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megasetup.compat import async_save, hybrid_optimizer
 from megasetup.masters import hybrid_buckets, hybrid_traffic
+from megasetup.masters.arena import ArenaError
 from megasetup.masters.hybrid import PipelinedHybridOptimizer
+from megasetup.masters.populating import Populating
 
 # One with a tail that is no multiple of a vector, in several slices; short ones that share a bucket; an empty one.
 SHAPES = ((911, 37), (33,), (64, 5), (0,), (3001,), (128, 129))
@@ -38,16 +43,17 @@ def gradients(step: int, missing: int | None = None) -> list[torch.Tensor | None
     return [None if index == missing else gradient for index, gradient in enumerate(found)]
 
 
-def hybrid_over(params: list[torch.Tensor], *, fused: bool = True, **settings: Any) -> PipelinedHybridOptimizer:
+def hybrid_over(
+    params: list[torch.Tensor], *, fused: bool = True, optimizer: type = torch.optim.AdamW
+) -> PipelinedHybridOptimizer:
     return PipelinedHybridOptimizer(
         [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}],
         offload_fraction=1.0,
-        cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=torch.optim.AdamW,
+        cpu_optimizer_cls=optimizer,
+        gpu_optimizer_cls=optimizer,
         param_update_in_fp32=True,
         lr=0.01,
         fused=fused,
-        **settings,
     )
 
 
@@ -189,6 +195,228 @@ def test_the_constructor_makes_nothing() -> None:
     assert hybrid.is_made
 
 
+def test_dropped_it_gives_its_memory_back_at_once() -> None:
+    hybrid = hybrid_over(weights())
+    train(hybrid, [param for group in hybrid.param_groups for param in group["params"]], range(1))
+    memory = [weakref.ref(arena._memory) for arena in hybrid._arenas]
+    del hybrid
+    assert [held() for held in memory] == [None, None]
+
+
+def test_made_anew_it_begins_anew() -> None:
+    params = weights()
+    hybrid = hybrid_over(params)
+    train(hybrid, params, range(7, 9))
+    with torch.no_grad():
+        for param, value in zip(params, weights(), strict=True):
+            param.copy_(value)
+    hybrid.make()
+    assert hybrid.state_dict()["state"] == {}
+    train(hybrid, params, range(3))
+    assert_same(everything(hybrid), reference(range(3)))
+
+
+def test_a_closure_is_evaluated_once_and_its_gradients_count() -> None:
+    params = weights()
+    hybrid = hybrid_over(params)
+    losses = []
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        for param, gradient in zip(params, gradients(0), strict=True):
+            param.grad = gradient
+        losses.append(0.25)
+        return losses[-1]
+
+    assert hybrid.step(closure) == 0.25
+    assert losses == [0.25]
+    assert_same(everything(hybrid), reference(range(1)))
+
+
+def test_gradients_beside_grad_are_each_stepped_with_once() -> None:
+    """Megatron's decoupled_grad, on copied parameters and on such as are stepped as they are."""
+    params = [param.float() if place in (1, 4) else param for place, param in enumerate(weights())]
+    hybrid = hybrid_over(params)
+    for param, gradient in zip(params, gradients(0), strict=True):
+        param.decoupled_grad = gradient.float()
+    hybrid.step()
+    before = everything(hybrid)
+    assert all(param.grad is None for param in params)
+    hybrid.zero_grad()
+    hybrid.step()
+    assert_same(everything(hybrid), before)
+
+
+class TestGroups:
+    """Parameters that come late."""
+
+    def test_a_group_can_be_added_before_the_first_use(self) -> None:
+        params = weights()
+        hybrid = PipelinedHybridOptimizer(
+            [{"params": params[:2], "weight_decay": 0.1}],
+            offload_fraction=1.0,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            param_update_in_fp32=True,
+            lr=0.01,
+            fused=True,
+        )
+        hybrid.add_param_group({"params": params[2:], "weight_decay": 0.0})
+        train(hybrid, params, range(3))
+        assert_same(everything(hybrid), reference(range(3)))
+
+    def test_later_it_is_refused_and_nothing_is_changed(self) -> None:
+        params = weights()
+        hybrid = hybrid_over(params)
+        train(hybrid, params, range(2))
+        late = {"params": [torch.ones(3)]}
+        with pytest.raises(NotImplementedError, match="give the constructor all groups"):
+            hybrid.add_param_group(late)
+        assert len(hybrid.param_groups) == 2
+        assert late.keys() == {"params"}
+        train(hybrid, params, range(2, 4))
+        assert_same(everything(hybrid), reference(range(4)))
+
+    def test_megatrons_class_takes_it_and_cannot_step_any_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # It asks for the GPU's current stream whatever it is given; nothing is done with it here.
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+        stock = HybridDeviceOptimizer(
+            weights(),
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            overlap_cpu_optimizer_d2h_h2d=False,
+            lr=0.01,
+        )
+        stock._sync_hdo_param_groups_to_sub_optimizers()
+        stock.add_param_group({"params": [torch.ones(3)]})
+        with pytest.raises(KeyError):
+            stock.step()
+
+    def test_a_parameter_that_is_put_into_a_group_is_named(self) -> None:
+        params = weights()
+        hybrid = hybrid_over(params)
+        train(hybrid, params, range(1))
+        hybrid.param_groups[0]["params"].append(torch.ones(3, 7))
+        before = [master.clone() for master in hybrid.inner_param_to_orig_param]
+        with pytest.raises(ValueError, match=r"shape \(3, 7\)"):
+            hybrid.step()
+        assert all(map(torch.equal, hybrid.inner_param_to_orig_param, before))
+
+
+class CutOff(torch.optim.AdamW):
+    """torch's AdamW, one of whose steps raises, before it steps or after."""
+
+    steps_left: ClassVar[int] = -1
+    error: ClassVar[BaseException]
+    is_stepped: ClassVar[bool]
+
+    def step(self, closure: Any = None) -> Any:
+        kind = type(self)
+        kind.steps_left -= 1
+        if kind.steps_left == 0 and not kind.is_stepped:
+            raise kind.error
+        super().step(closure)
+        if kind.steps_left == 0:
+            raise kind.error
+
+
+class TestAStepThatIsCutOff:
+    BUCKETS = 9 + 5 + 2
+
+    @staticmethod
+    def next_step(hybrid: PipelinedHybridOptimizer, params: list[torch.Tensor], step: int) -> None:
+        train(hybrid, params, range(step, step + 1))
+
+    @pytest.fixture
+    def trained(self) -> tuple[PipelinedHybridOptimizer, list[torch.Tensor]]:
+        params = weights()
+        hybrid = hybrid_over(params, optimizer=CutOff)
+        train(hybrid, params, range(2))
+        return hybrid, params
+
+    @pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+    @pytest.mark.parametrize("is_stepped", [False, True])
+    @pytest.mark.parametrize("at", [1, 7, BUCKETS])
+    def test_is_followed_by_no_other_before_a_load(
+        self,
+        at: int,
+        is_stepped: bool,
+        error: BaseException,
+        trained: tuple[PipelinedHybridOptimizer, list[torch.Tensor]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        hybrid, params = trained
+        saved = copy.deepcopy((hybrid.state_dict(), params))
+        for name, value in (("steps_left", at), ("is_stepped", is_stepped), ("error", error)):
+            monkeypatch.setattr(CutOff, name, value, raising=False)
+        with pytest.raises(type(error)) as caught:
+            self.next_step(hybrid, params, 2)
+        assert caught.value is error
+        said = rf"{type(error).__name__} when {at - 1} of {self.BUCKETS} buckets"
+        assert re.search(said, error.__notes__.pop())
+        assert all(row.stepped.grad is None for bucket in hybrid._buckets for row in bucket.rows)
+        before = [tensor.clone() for tensor in hybrid.param_to_inner_param.values()]
+        with pytest.raises(RuntimeError, match=said):
+            self.next_step(hybrid, params, 2)
+        assert all(map(torch.equal, hybrid.param_to_inner_param.values(), before))
+
+        with torch.no_grad():
+            for param, value in zip(params, saved[1], strict=True):
+                param.copy_(value)
+        hybrid.load_state_dict(saved[0])
+        train(hybrid, params, range(2, 5))
+        assert_same(everything(hybrid), reference(range(5)))
+
+    def test_before_anything_was_stepped_is_taken_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(PipelinedHybridOptimizer, "buckets_ahead", self.BUCKETS)
+        params = weights()
+        hybrid = hybrid_over(params)
+        train(hybrid, params, range(2))
+        params[4].decoupled_grad = torch.ones(5)
+        with pytest.raises(ValueError, match="5") as caught:
+            self.next_step(hybrid, params, 2)
+        assert not hasattr(caught.value, "__notes__")
+        assert all(row.stepped.grad is None for bucket in hybrid._buckets for row in bucket.rows)
+        del params[4].decoupled_grad
+        train(hybrid, params, range(2, 4))
+        assert_same(everything(hybrid), reference(range(4)))
+
+    def test_by_memory_that_does_not_come(self) -> None:
+        def check(missing: int) -> None:
+            raise ArenaError("too little")
+
+        params = weights()
+        hybrid = hybrid_over(params)
+        hybrid.make()
+        populating = hybrid._populating
+        hybrid._populating = Populating(None, 0, 1, threads=1, check=check)
+        with pytest.raises(ArenaError, match="too little"):
+            self.next_step(hybrid, params, 0)
+        hybrid._populating = populating
+        train(hybrid, params, range(2))
+        assert_same(everything(hybrid), reference(range(2)))
+
+    def test_the_first_one_is_healed_by_a_load_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Megatron takes a step to make the state into which it loads."""
+        params = weights()
+        hybrid = hybrid_over(params, optimizer=CutOff)
+        for name, value in (("steps_left", 3), ("is_stepped", False), ("error", RuntimeError())):
+            monkeypatch.setattr(CutOff, name, value, raising=False)
+        with pytest.raises(RuntimeError):
+            self.next_step(hybrid, params, 0)
+        assert len(hybrid.state) == 0
+        hybrid.dummy_step()
+        with pytest.raises(RuntimeError, match="cut off"):
+            hybrid.step()
+        fresh = hybrid_over(weights())
+        with torch.no_grad():
+            for param, value in zip(params, weights(), strict=True):
+                param.copy_(value)
+        hybrid.load_state_dict(fresh.state_dict())
+        train(hybrid, params, range(2))
+        assert_same(everything(hybrid), reference(range(2)))
+
+
 class TestBuckets:
     def test_short_tensors_share_a_bucket_and_long_ones_have_their_own(self) -> None:
         assert hybrid_buckets.group([3, 20, 4, 5, 1], 10) == [[0, 2], [1], [3, 4]]
@@ -237,6 +465,10 @@ def test_staging_is_as_long_as_what_is_converted_or_gathered() -> None:
 
 
 class TestInstaller:
+    def made_by_ours(self) -> Any:
+        with hybrid_optimizer.fast_hybrid_optimizer():
+            return self.made()
+
     def made(self) -> Any:
         return HybridDeviceOptimizer(
             weights(),
@@ -267,6 +499,30 @@ class TestInstaller:
         with pytest.raises(KeyError), hybrid_optimizer.fast_hybrid_optimizer():
             raise KeyError
         assert not hybrid_optimizer.is_installed()
+
+    @pytest.mark.parametrize("sharding", ["dp_zero", "dp_reshardable"])
+    def test_distributed_optimizers_are_repaired_and_go_with_their_last_reference(
+        self, sharding: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loaded = []
+
+        def load(distributed: DistributedOptimizer, state: dict[str, Any]) -> None:
+            distributed._set_main_param_and_optimizer_states("parameter", state)
+
+        monkeypatch.setattr(
+            DistributedOptimizer,
+            "_set_main_param_and_optimizer_states",
+            lambda _, param, tensors: loaded.append((param, tensors)),
+        )
+        monkeypatch.setattr(DistributedOptimizer, f"load_parameter_state_from_{sharding}", load)
+        distributed = DistributedOptimizer.__new__(DistributedOptimizer)  # its constructor needs a GPU
+        distributed.optimizer = self.made_by_ours()
+        hybrid_optimizer._repair_loading(distributed)
+        getattr(distributed, f"load_parameter_state_from_{sharding}")({"param": 1, "step": 7})
+        assert loaded == [("parameter", {"master_param": None, "param": 1, "step": None})]
+        held = weakref.ref(distributed)
+        del distributed
+        assert held() is None
 
     def test_uninstall_without_install(self) -> None:
         with pytest.raises(RuntimeError, match="without an install"):

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -165,6 +165,62 @@ def test_what_was_moved_comes_back_into_pinned_memory(precision_aware: bool) -> 
     assert {clone.is_pinned() for clone in clones} == {native_status().gpu}
 
 
+class Raising(torch.optim.AdamW):
+    """torch's AdamW, whose steps raise when they are told to."""
+
+    steps_left: ClassVar[int] = -1
+
+    def step(self, closure: Any = None) -> Any:
+        Raising.steps_left -= 1
+        if Raising.steps_left == 0:
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+def stepped_over_millions(steps: range, *, cut_off: bool) -> list[torch.Tensor]:
+    """What parameters, masters and moments come to, with a step that is cut off and a load before the last one or not.
+
+    Of buckets so long that copies are under way when it is cut off.
+    """
+    generator = torch.Generator("cuda").manual_seed(4)
+    drawn = [torch.randn(count, device="cuda", generator=generator) for count in (40_000_000, 5, 3_000_000)]
+    params = [param.bfloat16() for param in drawn]
+    hybrid = PipelinedHybridOptimizer(
+        params,
+        offload_fraction=1.0,
+        cpu_optimizer_cls=Raising,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        lr=0.01,
+        fused=True,
+    )
+    for step in steps:
+        for param in params:
+            param.grad = torch.randn(param.shape, device="cuda", generator=generator).bfloat16()
+        if cut_off and step == steps[-1]:
+            saved, values = copy.deepcopy(hybrid.state_dict()), [param.clone() for param in params]
+            Raising.steps_left = 2
+            with pytest.raises(KeyboardInterrupt):
+                hybrid.step()
+            assert all(lane.to_host.query() and lane.to_device.query() for lane in hybrid._lanes)
+            with pytest.raises(RuntimeError, match="KeyboardInterrupt when 1 of"):
+                hybrid.step()
+            with torch.no_grad():
+                for param, value in zip(params, values, strict=True):
+                    param.copy_(value)
+            hybrid.load_state_dict(saved)
+        hybrid.step()
+    torch.cuda.synchronize()
+    states = [hybrid.state[param] for param in params]
+    return [*params, *(entry[name] for entry in states for name in ("master_param", "exp_avg", "exp_avg_sq", "step"))]
+
+
+def test_a_step_that_is_cut_off_leaves_nothing_under_way() -> None:
+    uninterrupted = stepped_over_millions(range(3), cut_off=False)
+    again = stepped_over_millions(range(3), cut_off=True)
+    assert all(map(torch.equal, again, uninterrupted))
+
+
 class TestFaultsOfTheStockClass:
     def pair_of_states(self, fast: bool, **settings: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
         chunk, optimizer = build(fast=fast, **settings)
@@ -218,6 +274,43 @@ class TestFaultsOfTheStockClass:
         assert not torch.equal(before, after)
         before, after = self.stepped_without_a_gradient(PipelinedHybridOptimizer)
         assert torch.equal(before, after)
+
+    @staticmethod
+    def over_two_of_which_one_stays(kind: type) -> tuple[Any, list[torch.Tensor]]:
+        """A hybrid optimizer over a BF16 parameter, which is offloaded, and a natively FP32 one, which is not."""
+        params = [torch.ones(40, device="cuda", dtype=torch.bfloat16), torch.ones(10, device="cuda")]
+        hybrid = kind(
+            params,
+            offload_fraction=0.5,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            param_update_in_fp32=True,
+            lr=0.1,
+        )
+        for param in params:  # as DistributedOptimizer does in precision-aware mode
+            param.decoupled_grad = torch.ones(param.shape, device="cuda")
+        return hybrid, params
+
+    def test_a_natively_fp32_parameter_on_the_gpu_is_stepped(self) -> None:
+        for kind in (HybridDeviceOptimizer, PipelinedHybridOptimizer):
+            hybrid, params = self.over_two_of_which_one_stays(kind)
+            hybrid.step()
+            torch.cuda.synchronize()
+            assert (params[0] < 1).all()
+            assert (params[1] < 1).all() == (kind is PipelinedHybridOptimizer)
+            assert params[1].grad is None
+
+    def test_a_late_group(self) -> None:
+        """Megatron's class takes it and cannot step any more; ours does not take it."""
+        stock, _ = self.over_two_of_which_one_stays(HybridDeviceOptimizer)
+        stock.add_param_group({"params": [torch.ones(3, device="cuda")]})
+        with pytest.raises(KeyError):
+            stock.step()
+        ours, _ = self.over_two_of_which_one_stays(PipelinedHybridOptimizer)
+        ours.step()
+        with pytest.raises(NotImplementedError):
+            ours.add_param_group({"params": [torch.ones(3, device="cuda")]})
+        ours.step()
 
     @BOTH_MODES
     def test_a_checkpoint_holds_each_parameter_as_itself(self, precision_aware: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -40,8 +42,31 @@ def test_it_can_be_stopped_and_lets_go_of_the_memory() -> None:
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     running = Populating(memory, address, 64 * MB, threads=2)
     running.stop()
-    assert running._memory is None
+    assert running._work.memory is None
     running.wait()
+
+
+def test_dropped_it_ends_and_lets_go_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populating, "_BLOCKS_BETWEEN_CHECKS", 1)
+    begun, go_on, missing = threading.Event(), threading.Event(), []
+
+    def check(nbytes: int) -> None:
+        missing.append(nbytes)
+        begun.set()
+        go_on.wait(30)
+
+    memory = mmap.mmap(-1, 64 * MB)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    running = Populating(memory, address, 64 * MB, threads=1, check=check)
+    (thread,) = running._threads
+    begun.wait(30)
+    held = weakref.ref(memory)
+    del running, memory
+    go_on.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(missing) == 1
+    assert held() is None
 
 
 @pytest.mark.parametrize("threads", [1, 3])
