@@ -55,13 +55,27 @@ def create_draft_pre_wrap_hook(
             bridge.load_weights_from(path, state, chunks)
         owner = owner_of_draft(chunks)
         if owner is not None:
-            setattr(owner, ATTRIBUTE, build_draft(policy_cfg, megatron_cfg.model, owner))
+            draft = build_draft(policy_cfg, megatron_cfg.model, owner)
+            setattr(owner, ATTRIBUTE, draft)
             adapters = getattr(state.cfg, "peft", None)
             if adapters is not None:
-                adapters.set_params_to_save(chunks)  # (or checkpoints of adapters would leave the draft out)
+                _save_with_adapters(adapters, chunks, draft)
         return chunks
 
     return attach_draft
+
+
+def _save_with_adapters(adapters: Any, chunks: list[Any], draft: Any) -> None:
+    """Have checkpoints of adapters, which leave out what is not trained, hold the whole draft."""
+    adapters.set_params_to_save(chunks)
+    # It finds parameters alone; which of the policy's tokens the draft has is a buffer.
+    for chunk in chunks:
+        adapters.params_to_save |= {
+            f"{place}.{name}"
+            for place, module in chunk.named_modules()
+            if module is draft
+            for name, _ in draft.named_buffers()
+        }
 
 
 def build_draft(policy_cfg: Mapping[str, Any], provider: Any, owner: Any) -> Any:
