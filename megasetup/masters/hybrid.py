@@ -118,6 +118,16 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         arenas = self._arenas if self.is_made else ()
         return sum(arena.nbytes for arena in arenas if arena.is_pinned)
 
+    @property
+    def gradient_buffers(self) -> list[torch.Tensor]:
+        """The flat buffers on the host through which the gradients of copied parameters pass."""
+        longest: dict[int, torch.Tensor] = {}
+        for bucket in self._buckets:
+            held = longest.get(bucket.grads.data_ptr(), bucket.grads[:0])
+            if bucket.grads.nbytes > held.nbytes:
+                longest[bucket.grads.data_ptr()] = bucket.grads
+        return list(longest.values())
+
     def make(self) -> None:
         """Make the clones, fill them from the parameters, and make all else that a step needs.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,20 @@ def test_a_process_that_cannot_get_ready() -> None:
 def test_a_process_that_is_killed() -> None:
     with pytest.raises(CommandError, match="exit status -9"), started(prepare, [("one", be_killed, 1)]) as turns:
         turns[0].take()
+
+
+def test_a_process_that_is_killed_while_it_waits() -> None:
+    with started(prepare, [("one", work, 1)]) as turns:
+        os.kill(turns[0]._process.pid, signal.SIGKILL)
+        turns[0]._process.join()
+        with pytest.raises(CommandError, match="one: its process ended with exit status -9"):
+            turns[0].take()
+
+
+def test_a_process_that_is_killed_before_it_reads() -> None:
+    with started(prepare, [("one", work, 1)]) as turns:
+        pid = turns[0]._process.pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(CommandError, match="one: its process ended with exit status -9"):
+            turns[0].take()

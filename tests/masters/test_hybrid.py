@@ -180,6 +180,10 @@ def test_gradients_pass_through_a_short_ring() -> None:
     hybrid.make()
     runs = {(bucket.grads.data_ptr(), bucket.grads.nbytes) for bucket in hybrid._buckets}
     assert len({address for address, _ in runs}) == PipelinedHybridOptimizer.buckets_ahead + 1
+    buffers = hybrid.gradient_buffers
+    assert {buffer.data_ptr() for buffer in buffers} == {address for address, _ in runs}
+    for buffer in buffers:
+        assert buffer.nbytes == max(nbytes for address, nbytes in runs if address == buffer.data_ptr())
     masters, moments = hybrid._arenas
     elements = sum(param.numel() for param in hybrid.param_to_inner_param)
     assert 4 * elements <= masters.nbytes <= 4 * (elements + 3 * 4096) + 4096 + 64 * 2 * len(SHAPES)

@@ -109,6 +109,7 @@ def _compare(
 ) -> None:
     """Add to ours what it gains on stock and where its values differ."""
     ours["made_times_faster"] = stock["made_seconds"] / ours["made_seconds"]
+    ours["pinned_times_less"] = stock["pinned_bytes"] / ours["pinned_bytes"] if ours["pinned_bytes"] else None
     if ours["step_seconds"]:
         ours["step_times_faster"] = stock["later_step_seconds"] / ours["later_step_seconds"]
     names = stock_digest.keys() | our_digest.keys()
@@ -123,7 +124,7 @@ def _settled(seconds: Sequence[float]) -> float:
 
 def _with_ratios(found: dict[str, Any], alone: float | None) -> dict[str, Any]:
     steps = found["step_seconds"]
-    found["pinned_over_needed"] = found["pinned_bytes"] / found["needed_bytes"]
+    found["pinned_over_needed"] = found["pinned_bytes"] / found["needed_bytes"] if found["needed_bytes"] else None
     if steps:
         found["later_step_seconds"] = _settled(steps)
         found["first_over_later"] = steps[0] / found["later_step_seconds"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from megasetup import host
+from megasetup.cli.bench.step_memory import PeakHostMemory, needed_bytes, pinned_bytes
 from megasetup.cli.bench.workload import PRECISION_AWARE
 from megasetup.cli.shapes import Shapes
 from megasetup.cli.timing import seconds_of
@@ -53,28 +52,6 @@ class Case:
     @property
     def label(self) -> str:
         return f"{self.way}, {self.mode}, {'with' if self.overlap else 'without'} overlap"
-
-
-class _PeakHostMemory:
-    """The most host memory that was taken while the block ran, pinned memory included, seen by the whole machine."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._before = host.memory().available
-        self._over = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.02):
-            self.bytes = max(self.bytes, self._before - host.memory().available)
-
-    def __enter__(self) -> _PeakHostMemory:
-        self._watcher.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._watcher.join()
 
 
 @contextlib.contextmanager
@@ -133,11 +110,6 @@ def _optimizer(chunk: Any, case: Case) -> Any:
     )
 
 
-def _pinned_bytes(hybrid: Any) -> int:
-    """Bytes in the blocks of torch's pinned allocator, and those that ours has pinned itself."""
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) + getattr(hybrid, "pinned_bytes", 0)
-
-
 _DIGEST_BYTES = 1 << 26
 
 
@@ -184,7 +156,7 @@ def measure(case: Case) -> dict[str, Any]:
         chunk = _model(case.shapes, device)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        with _PeakHostMemory() as peak:
+        with PeakHostMemory() as peak:
             making, optimizer = seconds_of(lambda: _optimizer(chunk, case), device)
             making_gpu = torch.cuda.max_memory_allocated(device)
             steps = [seconds_of(optimizer.step, device)[0] for _ in range(case.steps)]
@@ -195,9 +167,8 @@ def measure(case: Case) -> dict[str, Any]:
             "overlap": case.overlap,
             "made_seconds": making,
             "step_seconds": steps,
-            "pinned_bytes": _pinned_bytes(hybrid),
-            # The clones, and as much for gradients once there was a step.
-            "needed_bytes": sum(clone.nbytes for clone in hybrid.cpu_copys_map_gpu_param) * (2 if steps else 1),
+            "pinned_bytes": pinned_bytes(hybrid),
+            "needed_bytes": needed_bytes(hybrid),
             "peak_gpu_bytes": torch.cuda.max_memory_allocated(device),
             "peak_gpu_bytes_making": making_gpu,
             "peak_host_bytes": peak.bytes,

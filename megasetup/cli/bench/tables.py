@@ -168,7 +168,7 @@ def show_step(data: dict[str, Any], console: Console) -> None:
                 "",
                 "[green]same bits[/green]" if result["same_bits"] else "[red]other bits[/red]",
                 times(result["made_times_faster"]),
-                "",
+                times(result["pinned_times_less"]),
                 "",
                 times(result["first_over_later"]) if steps else "-",
                 times(result["step_times_faster"]) if steps else "-",
@@ -178,7 +178,10 @@ def show_step(data: dict[str, Any], console: Console) -> None:
                 end_section=True,
             )
     console.print(rows)
-    console.print("Under each pair: how much faster ours is made and steps, and its first step against a later one.")
+    console.print(
+        "Under each pair: how much faster ours is made and steps, how much less it pins, and its first step against a "
+        "later one. Needed are the tensors in use that are pinned."
+    )
     if data["adam_alone_seconds"] is not None:
         console.print(f"The CPU's Adam alone: {duration(data['adam_alone_seconds'])} a step.")
 

@@ -7,6 +7,7 @@ once, import beside each other, and wait for their turn, idle and without memory
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,8 @@ class Turn:
         Raises:
             CommandError: the work failed, with its traceback, or the process ended.
         """
-        self._ours.send(None)
+        with contextlib.suppress(OSError):  # one that has ended while it waited is told of by its missing answer
+            self._ours.send(None)
         answer = self._answer()
         self._process.join()
         return answer
@@ -65,7 +67,7 @@ class Turn:
     def _answer(self) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = self._ours.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # the second if it ended without reading what it was sent
             self._process.join()
             raise CommandError(
                 f"{self._label}: its process ended with exit status {self._process.exitcode} and no answer; a negative "
