@@ -220,6 +220,38 @@ def shapes_that_do_not_fit() -> None:
         assert part in message, message
 
 
+@case
+def values_that_do_not_fit() -> None:
+    policy = policy_of()
+    config = draft_config()
+    tensors = draft_weights(config)
+    d2t = tensors["d2t"]
+    outside, twice = d2t.clone(), d2t.clone()
+    outside[-1] = VOCABULARY
+    twice[1] = twice[0] - 1
+    for name, changes, said in (
+        ("outside", {"d2t": outside}, rf"d2t leads to 1 tokens .* as {VOCABULARY + len(d2t) - 1}"),
+        ("twice", {"d2t": twice}, "some of the policy's tokens twice"),
+        ("others", {"t2d": tensors["t2d"].roll(1)}, "t2d names other tokens than d2t"),
+        ("float_tokens", {"d2t": d2t.float()}, "d2t is torch.float32, expected one of torch.int64"),
+        ("quantised", {"fc.weight": tensors["fc.weight"].to(torch.int8)}, "fc.weight is torch.int8, expected one of"),
+    ):
+        with pytest.raises(DraftWeightsError, match=said):
+            with_draft(policy, written(name, config, tensors | changes))
+
+
+@case
+def states_in_fp32() -> None:
+    """A policy that keeps its residuals in FP32 hands such states to a draft in BF16."""
+    policy = policy_of(dtype=torch.bfloat16)
+    draft = with_draft(policy, written("fp32_states", draft_config(), draft_weights(draft_config()))).bfloat16()
+    hidden, embeddings = (torch.randn(LENGTH, BATCH, width) for width in (3 * WIDTH, WIDTH))
+    mask = inputs()[2]
+    logits = draft(hidden, embeddings, mask).logits
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(logits, draft(hidden.bfloat16(), embeddings.bfloat16(), mask).logits)
+
+
 def state_of(pretrained: Path | None = None) -> Any:
     return SimpleNamespace(cfg=SimpleNamespace(checkpoint=SimpleNamespace(pretrained_checkpoint=pretrained), peft=None))
 
@@ -278,6 +310,7 @@ def resumed() -> None:
     config = draft_config()
     policy = policy_of()
     zeros = {name: torch.zeros_like(tensor) for name, tensor in draft_weights(config).items()}
+    zeros["t2d"][: len(zeros["d2t"])] = True
     policy.draft_model = draft = with_draft(policy, written("zeros", config, zeros))
     assert not draft.eagle.fc.weight.any()
     policy.load_state_dict(dist_checkpointing.load(policy.sharded_state_dict(), str(FOLDER / "checkpoint")))

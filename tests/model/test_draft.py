@@ -18,6 +18,8 @@ CASES = [
     "what_is_captured",
     "head_from_the_policy",
     "shapes_that_do_not_fit",
+    "values_that_do_not_fit",
+    "states_in_fp32",
     "attached_once",
     "saved",
     "resumed",

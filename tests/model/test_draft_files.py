@@ -254,6 +254,9 @@ def test_a_drafts_config(tmp_path: Path) -> None:
         ({"num_key_value_heads": 2}, {"tensor_model_parallel_size": 4}, "num_key_value_heads is 2: must be a multiple"),
         ({"num_key_value_heads": 3}, {}, "num_attention_heads is 4: must be a multiple of num_key_value_heads, 3"),
         ({"intermediate_size": None}, {}, "intermediate_size is None: must be a whole number"),
+        ({"num_attention_heads": 0}, {}, "num_attention_heads is 0: must be a whole number above 0"),
+        ({"draft_vocab_size": "20"}, {}, "draft_vocab_size is '20': must be a whole number above 0"),
+        ({"num_hidden_layers": True}, {}, "num_hidden_layers is True: must be a whole number above 0"),
         ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu': must be 'silu'"),
         ({"attention_bias": True}, {}, "attention_bias is True: must be False"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, {}, "rope_scaling is .* must be of type default or llama3"),
@@ -270,4 +273,13 @@ def test_what_is_no_draft_of_this_policy(
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.draft\.model_name is .*: must be a model with a config\.json"):
+        architecture_of(POLICY, provider(), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_config_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(
+        ConfigError, match=r"policy\.draft\.model_name is '.*config\.json': must be a model whose config"
+    ):
         architecture_of(POLICY, provider(), tmp_path)

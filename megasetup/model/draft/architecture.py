@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megasetup.config.draft import DRAFT, aux_layers
-from megasetup.config.errors import MISSING, Problems
+from megasetup.config.errors import MISSING, Problems, config_error
 from megasetup.config.fields import section
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_OTHERS = ("num_key_value_heads", "head_dim", "num_hidden_layers", "draft_vocab_size")
 # What Megatron's Llama 3 rope scaling is fixed to.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -97,10 +98,11 @@ def _of_folder(policy_cfg: Mapping[str, Any], policy: Any, folder: Path) -> Draf
     if not file.is_file():
         problems.add(path, str(folder), "must be a model with a config.json")
         problems.raise_any()
-    config: dict[str, Any] = json.loads(file.read_text())
-    for name in _NEEDED:
-        if not isinstance(config.get(name), int):
-            problems.add(f"{path}: {file}: {name}", config.get(name, MISSING), "must be a whole number")
+    config = _read(file, path)
+    for name in (*_NEEDED, *(name for name in _OTHERS if config.get(name) is not None)):
+        size = config.get(name, MISSING)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            problems.add(f"{path}: {file}: {name}", size, "must be a whole number above 0")
     problems.raise_any()
     eagle = config.get("eagle_config") or {}
     for name, value, right in (
@@ -133,6 +135,16 @@ def _of_folder(policy_cfg: Mapping[str, Any], policy: Any, folder: Path) -> Draf
         rope_factor=factor,
         aux_layers=tuple(layers),
     )
+
+
+def _read(file: Path, path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise config_error(path, str(file), f"must be a model whose config.json can be read ({error})") from error
+    if not isinstance(config, dict):
+        raise config_error(path, str(file), f"must be a model whose config.json is a mapping, not {config!r}")
+    return config
 
 
 def _aux_of(config: Mapping[str, Any]) -> list[int] | None:

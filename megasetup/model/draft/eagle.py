@@ -118,6 +118,9 @@ class EagleDraft(MegatronModule):  # type: ignore[misc]
             layer.self_attention.attn_mask_type = (
                 AttnMaskType.arbitrary if attention_mask is not None else AttnMaskType.causal
             )
+        # (the policy's are FP32 where it keeps its residuals so)
+        dtype = self.eagle.fc.weight.dtype
+        hidden_states, embeddings = hidden_states.to(dtype), embeddings.to(dtype)
         scattered = self.config.sequence_parallel
         if scattered:
             hidden_states = scatter_to_sequence_parallel_region(hidden_states)

@@ -18,7 +18,11 @@ _logger = logging.getLogger("megasetup")
 
 # What a draft's file may hold beside its weights: the policy's embedding, which the draft reads from the policy; the
 # inverse of d2t; and buffers that are computed.
+_T2D = re.compile(r"(^|\.)t2d$")
 _PASSED_OVER = re.compile(r"(^|\.)(embed_tokens\.weight|t2d|rotary_emb\.inv_freq)$")
+# (a quantised weight means nothing without its scales)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def load_draft(draft: EagleDraft, tensors: Mapping[str, torch.Tensor], policy_head: torch.Tensor, source: str) -> None:
@@ -35,13 +39,15 @@ def load_draft(draft: EagleDraft, tensors: Mapping[str, torch.Tensor], policy_he
         source: where they come from, for messages.
 
     Raises:
-        DraftWeightsError: tensors are missing, unknown, or of other shapes; names all of them.
+        DraftWeightsError: tensors are missing, unknown, or of other shapes or kinds of dtypes; names all of them. Or
+            d2t, which says what tokens the draft has, names some that the policy lacks, some twice, or others than t2d.
     """
     rank, world = _rank_and_size()
     pieces = list(pieces_of(draft.architecture, draft.head_rows))
     found, names = _by_our_names(tensors)
     if found:
         _check(found, names, pieces, source)
+        _check_tokens(found, tensors, draft.architecture.vocab_size, source)
     parameters = dict(draft.eagle.named_parameters()) | dict(draft.eagle.named_buffers())
     with torch.no_grad():
         for piece in pieces:
@@ -129,10 +135,33 @@ def _check(found: Mapping[str, torch.Tensor], names: Mapping[str, str], pieces: 
             wrong.append(f"{names[name]} {tuple(tensor.shape)} is no weight of this draft")
         elif tuple(tensor.shape) != wanted[name]:
             wrong.append(f"{names[name]} is {tuple(tensor.shape)}, and the draft's is {wanted[name]}")
+        elif tensor.dtype not in (_INTEGERS if name == D2T else _FLOATS):
+            kinds = ", ".join(map(str, _INTEGERS if name == D2T else _FLOATS))
+            wrong.append(f"{names[name]} is {tensor.dtype}, expected one of {kinds}")
     if wrong:
         raise DraftWeightsError(
             f"{source} does not fit the draft that its config and policy.draft describe: {'; '.join(wrong)}"
         )
+
+
+def _check_tokens(
+    found: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], size: int, source: str
+) -> None:
+    if D2T not in found:
+        return
+    tokens = found[D2T].long() + torch.arange(len(found[D2T]))
+    outside = tokens[(tokens < 0) | (tokens >= size)]
+    if len(outside):
+        raise DraftWeightsError(
+            f"{source}: d2t leads to {len(outside)} tokens that the policy does not have, as {outside[0].item()}: "
+            f"expected what must be added to a draft's token for the policy's, 0 to {size - 1}"
+        )
+    tokens = tokens.sort().values
+    if (tokens[1:] == tokens[:-1]).any():
+        raise DraftWeightsError(f"{source}: d2t leads to some of the policy's tokens twice")
+    known = next((tensor for name, tensor in tensors.items() if _T2D.search(name)), None)
+    if known is not None and not torch.equal(known.nonzero().flatten(), tokens):
+        raise DraftWeightsError(f"{source}: t2d names other tokens than d2t, whose inverse it is: one of them is wrong")
 
 
 def _head_from_policy(draft: EagleDraft, head: torch.Tensor, rank: int, world: int) -> torch.Tensor:
