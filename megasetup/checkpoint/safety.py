@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 _INDEX = ".metadata"
 _CLASSES_OF = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
@@ -39,21 +40,24 @@ class _IndexUnpickler(pickle.Unpickler):
         raise UnsafeCheckpointError(f"{module}.{name}")
 
 
-def check_index(iteration: str | os.PathLike[str]) -> None:
+def check_index(iteration: str | os.PathLike[str]) -> Metadata | None:
     """Make sure that the index of a torch_dist checkpoint names tensors and their places, and nothing that runs.
 
     Args:
         iteration: the folder that holds .metadata. One without it is no torch_dist checkpoint, and passes.
+
+    Returns:
+        The index; None where there is none.
 
     Raises:
         UnsafeCheckpointError: the index asks for something else, or is damaged.
     """
     path = Path(iteration) / _INDEX
     if not path.is_file():
-        return
+        return None
     try:
         with path.open("rb") as file:
-            _IndexUnpickler(file).load()
+            index: Metadata = _IndexUnpickler(file).load()
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(
             f"{path} asks for {error}, which the index of a checkpoint has no use for: it may run code. Load it only "
@@ -61,3 +65,4 @@ def check_index(iteration: str | os.PathLike[str]) -> None:
         ) from None
     except Exception as error:
         raise UnsafeCheckpointError(f"{path} cannot be read as the index of a checkpoint: {error}") from error
+    return index

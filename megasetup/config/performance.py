@@ -94,7 +94,7 @@ def apply_performance_config(model_cfg: Any, config: Mapping[str, Any]) -> None:
             ConfigAssertionError,
         )
     set_fields(model_cfg, megatron, FIELDS, MEGATRON, problems)
-    without_missing_fusions(model_cfg, megatron)
+    without_missing_fusions(model_cfg, {*megatron, *section(config, "megatron_cfg", "model_overrides")})
     if "transformer_impl" in megatron:
         choose_layer_spec(model_cfg, megatron["transformer_impl"])
     with problems.collect():

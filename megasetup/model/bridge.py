@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from megasetup.checkpoint.safety import check_index
 from megasetup.compat.bridge import import_bridge
+from megasetup.compat.checkpoint_reads import counting_reads
+from megasetup.compat.layer_names import named_as_saved
 
 type Ranks = Callable[..., list[int]]
 
@@ -41,46 +43,57 @@ def embedding_ranks(model_cfg: Any, wanted: Ranks | None) -> Ranks | None:
     return ranks
 
 
-def load_weights_from(path: str, state: Any, chunks: list[Any]) -> None:
-    """Load a checkpoint's weights, and nothing else of it, into model chunks that are not wrapped yet.
+def load_weights_from(path: str, state: Any, chunks: list[Any]) -> int:
+    """Load a checkpoint's weights, and nothing else of it, into a model.
 
     Args:
         path: a checkpoint's root or one iteration's folder.
         state: the GlobalState; its config is left as it was.
-        chunks: the model's chunks.
+        chunks: the model's chunks, wrapped or not.
+
+    Returns:
+        The bytes that this rank read of the checkpoint's tensors.
     """
     checkpointing = import_bridge("megatron.bridge.training.checkpointing")
     settings = state.cfg.checkpoint
     finetune = settings.finetune
-    _check_safety(path)
+    names = _safe_names(path)
     settings.finetune = True  # (so that no optimizer, random number or iteration is read)
     try:
-        quietly(checkpointing._load_checkpoint_from_path)(
-            load_dir=path,
-            state=state,
-            model=chunks,
-            optimizer=None,
-            opt_param_scheduler=None,
-            checkpointing_context={},
-            ignore_ckpt_step=True,
-        )
+        with named_as_saved(chunks, names), counting_reads() as reads:
+            quietly(checkpointing._load_checkpoint_from_path)(
+                load_dir=path,
+                state=state,
+                model=chunks,
+                optimizer=None,
+                opt_param_scheduler=None,
+                checkpointing_context={},
+                ignore_ckpt_step=True,
+            )
     finally:
         settings.finetune = finetune
+    return reads.bytes
 
 
-def load_checkpoint(state: Any, chunks: list[Any], optimizer: Any, scheduler: Any, context: dict[str, Any]) -> None:
-    """Load what state.cfg.checkpoint says: the resume checkpoint if there is one, else the pretrained one's weights."""
+def load_checkpoint(state: Any, chunks: list[Any], optimizer: Any, scheduler: Any, context: dict[str, Any]) -> int:
+    """Load what state.cfg.checkpoint says: the resume checkpoint if there is one, else the pretrained one's weights.
+
+    Returns:
+        The bytes that this rank read of the checkpoint's tensors, those of the optimizer included.
+    """
     checkpointing = import_bridge("megatron.bridge.training.checkpointing")
     settings = state.cfg.checkpoint
-    _check_safety(settings.load if is_checkpoint(settings.load) else settings.pretrained_checkpoint)
-    quietly(checkpointing.load_checkpoint)(
-        state,
-        chunks,
-        optimizer,
-        scheduler,
-        checkpointing_context=context,
-        skip_load_to_model_and_opt=state.cfg.dist.use_torch_fsdp2,
-    )
+    names = _safe_names(settings.load if is_checkpoint(settings.load) else settings.pretrained_checkpoint)
+    with named_as_saved(chunks, names), counting_reads() as reads:
+        quietly(checkpointing.load_checkpoint)(
+            state,
+            chunks,
+            optimizer,
+            scheduler,
+            checkpointing_context=context,
+            skip_load_to_model_and_opt=state.cfg.dist.use_torch_fsdp2,
+        )
+    return reads.bytes
 
 
 def is_checkpoint(path: str | None) -> bool:
@@ -120,10 +133,11 @@ def saved_optimizer(path: str) -> bool:
     return bool(utils.read_run_config(file).get("checkpoint", {}).get("save_optim", True))
 
 
-def _check_safety(path: str) -> None:
+def _safe_names(path: str) -> Collection[str] | None:
+    """What the index of a checkpoint that is to be loaded lists, once it is known to be safe; None without an index."""
     folder = iteration_of(path)
-    if folder is not None:
-        check_index(folder)
+    index = None if folder is None else check_index(folder)
+    return None if index is None else index.state_dict_metadata
 
 
 def new_process_groups(model_cfg: Any) -> Any:

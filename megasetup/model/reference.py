@@ -65,9 +65,8 @@ def setup_reference_model_state(
             if pre_load_checkpoint_hook is not None:
                 pre_load_checkpoint_hook(chunks)
             if lora is None:  # (with LoRA its hook has loaded them)
-                bridge.load_weights_from(pretrained_path, state, chunks)
+                stage.bytes = bridge.load_weights_from(pretrained_path, state, chunks)
             stages.report.weights = f"pretrained, {pretrained_path}"
-            stage.bytes = sum(p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters())
         with stages.stage("copy to the CPU", "free host memory") as stage:
             found = _on_cpu(chunks)
             stage.bytes = sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor))

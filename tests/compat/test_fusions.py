@@ -78,3 +78,27 @@ def test_what_transformer_engine_does_follows_megatrons_own_finding(field, monke
     own = SimpleNamespace(**{field: True})
     without_missing_fusions(own, {field: True})
     assert getattr(own, field) is True
+
+
+def test_local_attention_does_without_apexs_softmax_unless_the_user_asks_for_it(monkeypatch):
+    provider = SimpleNamespace(masked_softmax_fusion=True, gated_linear_unit=True, transformer_impl="local")
+    apply_performance_config(provider, {"megatron_cfg": {"model_overrides": {"masked_softmax_fusion": True}}})
+    assert provider.masked_softmax_fusion is True
+    apply_performance_config(provider, {"megatron_cfg": {}})
+    assert provider.masked_softmax_fusion is False
+    assert "masked_softmax_fusion" not in refused_fusions()
+    for name in ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    provider.masked_softmax_fusion = True
+    apply_performance_config(provider, {"megatron_cfg": {}})
+    assert provider.masked_softmax_fusion is True
+
+
+def test_other_attention_than_local_keeps_the_setting():
+    provider = SimpleNamespace(
+        masked_softmax_fusion=True, gated_linear_unit=True, transformer_impl="transformer_engine"
+    )
+    apply_performance_config(provider, {"megatron_cfg": {}})
+    assert provider.masked_softmax_fusion is True

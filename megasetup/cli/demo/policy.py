@@ -74,7 +74,6 @@ def _policy(model: str) -> dict[str, Any]:
     if not transformer_engine.is_installed():
         # `make demo` does not install it: it takes nvcc.
         megatron |= {"transformer_impl": "local", "moe_permute_fusion": False}
-        megatron["model_overrides"] = {"masked_softmax_fusion": False}  # (its kernel comes with Apex)
     return {
         "model_name": model,
         "tokenizer": {"name": model},
