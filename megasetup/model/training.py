@@ -16,6 +16,7 @@ import torch
 
 from megasetup.compat.bridge import import_bridge
 from megasetup.compat.hybrid_optimizer import fast_hybrid_optimizer
+from megasetup.compat.optimizer_state import loading_state_of_torch_adam
 from megasetup.compat.signal_handler import patch_signal_handler
 from megasetup.config.colocated import inference_megatron_cfg
 from megasetup.config.fields import megatron_cfg as megatron_section
@@ -313,10 +314,15 @@ def _load(
             )
             settings.load_optim = False
         finetune = settings.finetune
-        with _noting_state_loads(optimizer) as restored, bridge.economical_state_loading(optimizer):
-            bridge.load_checkpoint(state, chunks, optimizer, scheduler, context)
+        with (
+            _noting_state_loads(optimizer) as restored,
+            loading_state_of_torch_adam(optimizer, restored)
+            if resumes and settings.load_optim
+            else contextlib.nullcontext(),
+            bridge.economical_state_loading(optimizer),
+        ):
+            stage.bytes = bridge.load_checkpoint(state, chunks, optimizer, scheduler, context)
         settings.finetune = finetune  # (Bridge sets it when it falls back on the pretrained checkpoint)
-        stage.bytes = _bytes_of(chunks)
         where = settings.load if resumes else f"pretrained, {settings.pretrained_checkpoint}"
         stages.report.weights = f"{where}{', with optimizer state' if restored else ''}"
     return bool(restored)

@@ -281,11 +281,11 @@ def masters_of(optimizer: Any) -> list[torch.Tensor]:
     return found
 
 
-def resume_with(save_settings: dict[str, Any], **load: Any) -> dict[str, Any]:
+def resume_with(save_settings: dict[str, Any], *, kind: str = "dense", **load: Any) -> dict[str, Any]:
     from megatron.bridge.training.checkpointing import save_checkpoint
 
     target = FOLDER / "saved" / f"{load.pop('name')}"
-    run = Run(config("dense", **save_settings))
+    run = Run(config(kind, **save_settings))
     for _ in range(2):
         run.step(UNKNOWN)
     made = run.made
@@ -304,7 +304,7 @@ def resume_with(save_settings: dict[str, Any], **load: Any) -> dict[str, Any]:
     evaluated = run.evaluate(UNKNOWN)
     expected = [run.step(UNKNOWN) for _ in range(3)]
     del run, made
-    again = Run(config("dense", **(save_settings | load)), weights=str(target), optimizer=str(target))
+    again = Run(config(kind, **(save_settings | load)), weights=str(target), optimizer=str(target))
     report = again.made.report
     loaded = masters_of(again.made.optimizer)
     return {
@@ -317,6 +317,9 @@ def resume_with(save_settings: dict[str, Any], **load: Any) -> dict[str, Any]:
         "ensured": report.ensure is not None,
         "synced": report.sync is not None,
         "weights": report.weights,
+        "read": next(stage.bytes for stage in report.stages if stage.name == "load"),
+        "on_disk": sum(file.stat().st_size for file in target.rglob("*.distcp")),
+        "parameters": sum(parameter.numel() for chunk in again.chunks for parameter in chunk.parameters()),
         "report": str(report),
     }
 
