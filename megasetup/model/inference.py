@@ -6,22 +6,17 @@ weights by a reshard before each generation, so it is built without any.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
-import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
+from megasetup.compat import memory_saver
 from megasetup.config.colocated import SIZES
 from megasetup.config.errors import ConfigAssertionError, Problems
 from megasetup.config.fields import MEGATRON, POLICY, section
 from megasetup.config.performance import choose_layer_spec
 from megasetup.model import bridge
 from megasetup.model.training import build_chunks
-
-_logger = logging.getLogger("megasetup")
 
 _MEMORY = "inference_model"  # (torch_memory_saver's name of it)
 
@@ -51,7 +46,7 @@ def build_inference_model(policy_cfg: Mapping[str, Any], megatron_cfg: Any, init
     cfg = copy.copy(megatron_cfg)
     cfg.model = provider
     groups = bridge.new_process_groups(provider)
-    with _pausable_memory():
+    with memory_saver.pausable_memory(_MEMORY, "the inference model"):
         (chunk,) = build_chunks(policy_cfg, cfg, groups, [], wrap_with_ddp=False)
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
@@ -96,53 +91,25 @@ def _inference_provider(policy_cfg: Mapping[str, Any], initial: Any) -> Any:
     return provider
 
 
-def _pausable_memory() -> contextlib.AbstractContextManager[Any]:
-    """Memory that torch_memory_saver can take away during training, where it is installed."""
-    saver = _memory_saver()
-    if saver is None:
-        _logger.warning(
-            "torch_memory_saver is not installed, so the inference model keeps its GPU memory during training: "
-            "pip install torch_memory_saver"
-        )
-        return contextlib.nullcontext()
-    region: contextlib.AbstractContextManager[Any] = saver.region(tag=_MEMORY)
-    return region
-
-
 def pause_inference_model() -> bool:
     """Give the GPU memory of the inference model's weights back while the policy trains.
 
     Their addresses stay reserved, so nothing that knows them (CUDA graphs) has to be made again. What they held is
-    lost: resume_inference_model and the reshard before the next generation bring it back.
+    lost: resume_inference_model and the reshard before the next generation bring it back. Nothing is done where it is
+    paused already.
 
     Returns:
-        Whether there was memory to give back: False without torch_memory_saver.
+        Whether the memory is given back: False without torch_memory_saver, and before an inference model was built.
     """
-    saver = _memory_saver()
-    if saver is not None:
-        saver.pause(_MEMORY)
-    return saver is not None
+    return memory_saver.pause(_MEMORY)
 
 
 def resume_inference_model() -> bool:
     """Put memory under the inference model's weights again, at the same addresses; call it before the reshard.
 
+    Nothing is done where it was not paused.
+
     Returns:
-        Whether there was memory to put there: False without torch_memory_saver.
+        Whether the memory can be given back: False without torch_memory_saver, and before an inference model was built.
     """
-    saver = _memory_saver()
-    if saver is not None:
-        saver.resume(_MEMORY)
-    return saver is not None
-
-
-def _memory_saver() -> Any | None:
-    try:
-        saver = importlib.import_module("torch_memory_saver").torch_memory_saver
-    except ImportError:
-        return None
-    if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
-        # Its other way of hooking in needs the library preloaded. Once it is in use it takes no such setting.
-        with contextlib.suppress(AssertionError):
-            saver.hook_mode = "torch"
-    return saver
+    return memory_saver.resume(_MEMORY)

@@ -35,6 +35,8 @@ def set_up(config: dict[str, Any], saved: Path | None = None) -> tuple[Any, trai
     place = None if saved is None else str(saved)
     cfg = validate_and_set_config(config, dist.get_rank(), name, pretrained, place, None).megatron_cfg
     cfg.dist.distributed_backend = "gloo"
+    # (what data-parallel ranks read for each other travels through GPUs)
+    cfg.checkpoint.fully_parallel_load = False
     bare = functools.partial(training.build_chunks, wrap_with_ddp=False)
     with (
         no_gpu(),
