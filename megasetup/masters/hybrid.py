@@ -86,8 +86,8 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
     buckets_ahead: ClassVar[int] = hybrid_buckets.BUCKETS_AHEAD
     state: dict[torch.Tensor, dict[str, Any]]
     _has_told = False
-    # Why no step is taken any more; None for nothing.
-    _cut_off: str | None = None
+    # Why no step is taken before a load; None where nothing is in the way.
+    cut_off: str | None = None
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         params = list(params)
@@ -139,7 +139,7 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         if self.is_made:
             self.state = defaultdict(dict)
         self._make()
-        self._cut_off = None
+        self.cut_off = None
 
     @torch.no_grad()
     def _make(self) -> None:
@@ -180,8 +180,8 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
             RuntimeError: an earlier step was cut off when parameters had been stepped.
             ValueError: a group holds a parameter that was not in it when the host side was made.
         """
-        if self._cut_off is not None:
-            raise RuntimeError(self._cut_off)
+        if self.cut_off is not None:
+            raise RuntimeError(self.cut_off)
         self._sync_hdo_param_groups_to_sub_optimizers()
         loss = None
         if closure is not None:
@@ -194,22 +194,22 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
             step.run(ready=self._populating.wait, meanwhile=self._step_on_gpu)
         except BaseException as error:
             if step.has_begun:
-                self._cut_off = (
+                self.cut_off = (
                     f"a step was cut off by {type(error).__name__} when {step.done} of {len(self._buckets)} buckets of "
                     "the CPU optimizer had been stepped: some weights, masters and moments are of this step and some "
                     "of the one before. Load model and optimizer from a checkpoint (load_state_dict) before the next "
                     "step, and do not save them as they are"
                 )
-                error.add_note(self._cut_off)
+                error.add_note(self.cut_off)
             raise
         self._sync_sub_optimizers_state_to_hdo()
         return loss
 
     def dummy_step(self) -> None:
         """A step with random gradients, by which Megatron makes the state that it is about to load into."""
-        cut_off, self._cut_off = self._cut_off, None
+        cut_off, self.cut_off = self.cut_off, None
         super().dummy_step()
-        self._cut_off = self._cut_off or cut_off
+        self.cut_off = self.cut_off or cut_off
 
     def _bring_back(self) -> None:
         """Bring masters and moments back that were moved since the last step: buckets step and send what lies there."""
@@ -314,13 +314,13 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
             self._make()  # Float16OptimizerWithFloat16Params changes the parameters and then loads
         self._sync_settings(("params",))
         self._adopt_state(lambda param, master, saved: saved is None)
-        self._cut_off = None
+        self.cut_off = None
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
         """Megatron calls this when it has put loaded values into `state` and into the parameters."""
         # In standard mode what it loaded is the parameter itself, FP32 on the GPU; the clone follows.
         self._adopt_state(lambda param, master, saved: param.dtype == master.dtype)
-        self._cut_off = None
+        self.cut_off = None
 
     @torch.no_grad()
     def _adopt_state(self, from_param: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], bool]) -> None:

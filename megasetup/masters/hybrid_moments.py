@@ -42,7 +42,8 @@ class Moments:
                 continue
             place = places.get(key)
             if place is None:
-                entry[key] = value.to(master.device)
+                # Counts of steps may have been loaded as one tensor for all, which each of them would count up.
+                entry[key] = value.to(master.device, copy=value.dim() == 0)
             elif place.data_ptr() != value.data_ptr():
                 self._used.add(master)
                 entry[key] = place.copy_(value.view(place.shape))

@@ -15,7 +15,6 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megasetup.compat import async_save, hybrid_optimizer
 from megasetup.masters import hybrid_buckets, hybrid_traffic
@@ -162,6 +161,20 @@ def test_resume_is_exact() -> None:
     resumed.load_state_dict(state)
     train(resumed, resumed_params, range(3, 6))
     assert_same(everything(resumed), reference(range(6)))
+
+
+def test_counts_that_were_loaded_as_one_tensor_are_counted_apart() -> None:
+    """Megatron loads them so where there is no Transformer Engine."""
+    params = weights()
+    hybrid = hybrid_over(params)
+    train(hybrid, params, range(3))
+    state = hybrid.state_dict()
+    count = torch.tensor(3.0)
+    for entry in state["state"].values():
+        entry["step"] = count
+    hybrid.load_state_dict(state)
+    train(hybrid, params, range(3, 5))
+    assert_same(everything(hybrid), reference(range(5)))
 
 
 def test_state_that_was_replaced_is_what_is_stepped() -> None:
@@ -469,10 +482,6 @@ def test_staging_is_as_long_as_what_is_converted_or_gathered() -> None:
 
 
 class TestInstaller:
-    def made_by_ours(self) -> Any:
-        with hybrid_optimizer.fast_hybrid_optimizer():
-            return self.made()
-
     def made(self) -> Any:
         return HybridDeviceOptimizer(
             weights(),
@@ -503,30 +512,6 @@ class TestInstaller:
         with pytest.raises(KeyError), hybrid_optimizer.fast_hybrid_optimizer():
             raise KeyError
         assert not hybrid_optimizer.is_installed()
-
-    @pytest.mark.parametrize("sharding", ["dp_zero", "dp_reshardable"])
-    def test_distributed_optimizers_are_repaired_and_go_with_their_last_reference(
-        self, sharding: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        loaded = []
-
-        def load(distributed: DistributedOptimizer, state: dict[str, Any]) -> None:
-            distributed._set_main_param_and_optimizer_states("parameter", state)
-
-        monkeypatch.setattr(
-            DistributedOptimizer,
-            "_set_main_param_and_optimizer_states",
-            lambda _, param, tensors: loaded.append((param, tensors)),
-        )
-        monkeypatch.setattr(DistributedOptimizer, f"load_parameter_state_from_{sharding}", load)
-        distributed = DistributedOptimizer.__new__(DistributedOptimizer)  # its constructor needs a GPU
-        distributed.optimizer = self.made_by_ours()
-        hybrid_optimizer._repair_loading(distributed)
-        getattr(distributed, f"load_parameter_state_from_{sharding}")({"param": 1, "step": 7})
-        assert loaded == [("parameter", {"master_param": None, "param": 1, "step": None})]
-        held = weakref.ref(distributed)
-        del distributed
-        assert held() is None
 
     def test_uninstall_without_install(self) -> None:
         with pytest.raises(RuntimeError, match="without an install"):

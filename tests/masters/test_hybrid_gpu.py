@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +15,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from real_megatron import build, parallel_state_of, train
 from resume_cases import ASYNCHRONOUS, OF_TWO_RANKS, SYNCHRONOUS, Case
+from resume_runs import assert_resumed, assert_same, run
 from standins import assert_exact, load_new_weights
 
 from megasetup.kernels import native_status
@@ -61,12 +59,6 @@ def everything(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
             for key, value in hybrid.state[param].items():
                 found[f"{key} {place}"] = torch.as_tensor(value)
     return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
-
-
-def assert_same(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == wanted.keys()
-    different = [name for name in wanted if not torch.equal(ours[name], wanted[name])]
-    assert different == []
 
 
 def both(steps: int, *, overlap: bool = False, **settings: Any) -> tuple[Any, Any]:
@@ -332,54 +324,12 @@ class TestFaultsOfTheStockClass:
 @pytest.fixture(scope="module")
 def resumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which two processes, one after the other, have left all cases of one rank."""
-    return run_resumes(tmp_path_factory.mktemp("resumes"), 1)
+    return run(tmp_path_factory.mktemp("resumes"), 1)
 
 
 @pytest.fixture(scope="module")
 def resumes_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_resumes(tmp_path_factory.mktemp("resumes-of-two"), 2)
-
-
-def run_resumes(folder: Path, ranks: int) -> Path:
-    worker = str(Path(__file__).with_name("resume_worker.py"))
-    for which in ("first", "second"):
-        logs = [folder / f"log-{which}-{rank}.txt" for rank in range(ranks)]
-        processes = []
-        for rank, log in enumerate(logs):
-            with log.open("w") as output:
-                command = [sys.executable, worker, which, str(folder), str(rank), str(ranks)]
-                processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
-        end = time.monotonic() + 120
-        # One that fails leaves the others waiting for it.
-        while any(process.poll() is None for process in processes) and time.monotonic() < end:
-            if any(process.poll() for process in processes):
-                break
-            time.sleep(0.1)
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        statuses = [process.returncode for process in processes]
-        said = "\n".join(log.read_text()[-3000:] for log in logs)
-        assert statuses == [0] * ranks, f"{which} processes ended with {statuses}:\n{said}"
-    return folder
-
-
-def assert_resumed(folder: Path, case: Case, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """What the first process reached, a rank each."""
-    place = folder / case.name
-    problems = "\n".join(file.read_text() for file in sorted(place.glob("problem-*")))
-    assert problems == ""
-    found = []
-    for rank in range(ranks):
-        whole, saved, resumed = (
-            torch.load(place / f"{what}-{rank}.pt") for what in ("uninterrupted", "saved", "resumed")
-        )
-        found.append(dict(saved))
-        del saved["pinned"]
-        assert_same(saved, whole)
-        assert_same(resumed, whole)
-    return found
+    return run(tmp_path_factory.mktemp("resumes-of-two"), 2)
 
 
 @pytest.mark.parametrize("case", SYNCHRONOUS, ids=lambda case: case.name)

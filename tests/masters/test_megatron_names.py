@@ -1,7 +1,7 @@
 """The private Megatron names that layout.py reads and hybrid.py takes over, pinned against the installed source.
 
 Only the source is read, so it runs without a GPU. When one of these fails, Megatron has renamed or dropped something:
-masters/layout.py must follow, or masters/hybrid.py with compat/hybrid_optimizer.py.
+masters/layout.py must follow, or masters/hybrid.py with compat/hybrid_optimizer.py and hybrid_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -154,3 +154,6 @@ def test_what_compat_repairs_is_still_broken() -> None:
         assert sync not in inspect.getsource(getattr(DistributedOptimizer, f"load_parameter_state_from_{name}"))
     setter = inspect.getsource(DistributedOptimizer._set_main_param_and_optimizer_states)
     assert "isinstance(tensors[key], torch.Tensor)" in setter
+    sharded = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
+    assert list(sharded)[:3] == ["self", "model_sharded_state_dict", "is_loading"]
+    assert "self.optimizer.dummy_step()" in inspect.getsource(DistributedOptimizer.load_state_dict)
