@@ -23,6 +23,7 @@ from torch import nn
 from megasetup.compat.hybrid_optimizer import fast_hybrid_optimizer
 
 VOCABULARY, WIDTH, INNER, EXPERTS = 50_257, 72, 331, 6
+DEVICE = "cuda"  # "cpu" where the CPU stands in for a GPU
 
 
 class Small(MegatronModule):
@@ -34,13 +35,13 @@ class Small(MegatronModule):
         super().__init__(config)
 
         def weight(*shape: int, kind: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter((torch.randn(shape, device="cuda") * 0.1).to(kind))
+            return nn.Parameter((torch.randn(shape, device=DEVICE) * 0.1).to(kind))
 
         # Megatron offloads weights in reverse order until the fraction is reached: the large one early, so that a
         # fraction below 1 leaves some on the GPU.
         self.fc2 = weight(WIDTH, INNER)
         self.fc1 = weight(INNER, WIDTH)
-        self.norm = nn.Parameter(torch.ones(WIDTH, device="cuda", dtype=dtype))
+        self.norm = nn.Parameter(torch.ones(WIDTH, device=DEVICE, dtype=dtype))
         self.router = weight(EXPERTS, WIDTH, kind=torch.float32 if fp32_router else dtype)
         self.embedding = weight(VOCABULARY, WIDTH)
         self.odd = weight(37)
@@ -76,14 +77,15 @@ class Small(MegatronModule):
 def parallel_state_of(
     rank: int, world: int, store: torch.distributed.Store, *, expert_parallel: int = 1, with_gloo: bool = False
 ) -> Iterator[None]:
-    """A NCCL process group and Megatron's data- and expert-parallel state on it, gone afterwards.
+    """A NCCL process group (gloo's on the CPU) and Megatron's data- and expert-parallel state on it, gone afterwards.
 
     with_gloo: gloo groups beside them, through which one kind of checkpoint is loaded; build() must then know too.
     """
     torch.cuda.set_device(rank)
-    torch.distributed.init_process_group(
-        "nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank)
-    )
+    of_device: dict[str, Any] = {"backend": "gloo"}
+    if DEVICE == "cuda":
+        of_device = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
+    torch.distributed.init_process_group(store=store, rank=rank, world_size=world, **of_device)
     try:
         parallel_state.initialize_model_parallel(
             create_gloo_process_groups=with_gloo, expert_model_parallel_size=expert_parallel
@@ -152,10 +154,10 @@ def build(
 def train(chunk: Any, optimizer: Any, steps: int, *, seed: int = 0, first: int = 0) -> None:
     """Real optimizer steps on random tokens, those of steps `first` and on."""
     for step in range(first, first + steps):
-        generator = torch.Generator("cuda").manual_seed(1000 * seed + step)
+        generator = torch.Generator(DEVICE).manual_seed(1000 * seed + step)
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        tokens = torch.randint(VOCABULARY, (64,), device="cuda", generator=generator)
+        tokens = torch.randint(VOCABULARY, (64,), device=DEVICE, generator=generator)
         optimizer.scale_loss(chunk(tokens)).backward()
         chunk.finish_grad_sync()
         succeeded, _, _ = optimizer.step()

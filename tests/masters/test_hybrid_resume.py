@@ -1,6 +1,6 @@
 """Resume of real DistributedOptimizers over distributed checkpoints, with and without Transformer Engine's path.
 
-On a stand-in for a GPU (as_if_cuda.py), so that all is stepped on the host; test_hybrid_gpu.py has the same on GPUs.
+On a stand-in for a GPU (cpu_as_gpu.py), so that all is stepped on the host; test_hybrid_gpu.py has the same on GPUs.
 """
 
 from __future__ import annotations
