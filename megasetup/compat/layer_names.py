@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 from megasetup.compat.bridge import import_bridge
 
-# A norm of its own, and the same one fused into the linear layer after it.
-_NORMS = (
-    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
-    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
-    (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj.layer_norm_"),
-    (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj.layer_norm_"),
-)
+# A layer's norms by their own names, and each fused into the linear layer after it.
+FUSED_NORMS: Mapping[str, str] = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
 _EXTRA_STATE = "_extra_state"
 
 
@@ -49,6 +49,8 @@ def named_as_saved(chunks: list[Any], saved: Collection[str] | None) -> Iterator
     with contextlib.ExitStack() as stack:
         for chunk in chunks:
             model = unwrap(chunk)
+            if not hasattr(model, "sharded_state_dict"):
+                continue  # (Megatron-FSDP's, which loads by the names of torch's state dict)
             asking = functools.partial(_sharded_state_dict, model.sharded_state_dict, saved)
             stack.enter_context(mock.patch.object(model, "sharded_state_dict", asking))
         yield
@@ -71,9 +73,9 @@ def _sharded_state_dict(ask: Any, saved: Collection[str], *args: Any, **kwargs: 
 def _name_in(saved: Collection[str], name: str, shard: str = "") -> str:
     if name + shard in saved:
         return name
-    for pair in _NORMS:
+    for pair in FUSED_NORMS.items():
         for own, other in (pair, pair[::-1]):
-            renamed = other.join(name.rsplit(own, 1))
+            renamed = f".{other}".join(name.rsplit(f".{own}", 1))
             if renamed != name and renamed + shard in saved:
                 return renamed
     return name

@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 
 from megasetup.compat.bridge import import_bridge
+from megasetup.compat.layer_names import FUSED_NORMS
 
 # What Megatron's local layers cannot do, or what is fused by Transformer Engine alone.
 _WITHOUT_FUSIONS: Mapping[str, Any] = {
@@ -159,15 +160,12 @@ def _transformer_engines_names(layer: Any) -> dict[str, str]:
     attention = import_bridge("megatron.core.transformer.multi_latent_attention").MultiLatentAttention
     experts = import_bridge("megatron.core.transformer.moe.moe_layer").MoELayer
     if isinstance(layer.self_attention, attention):
-        names = {
-            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-        }
+        norms = ["self_attention.q_layernorm.", "self_attention.kv_layernorm."]
     else:
-        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        norms = ["input_layernorm."]
     if not isinstance(layer.mlp, experts):
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return names
+        norms.append("pre_mlp_layernorm.")
+    return {norm: FUSED_NORMS[norm] for norm in norms}
 
 
 def with_names_of_local_experts(registry: Any) -> Any:

@@ -70,6 +70,13 @@ def test_an_extra_state_that_is_there_is_asked_for() -> None:
     assert "a.state" not in asked("decoder.norm.weight", {"decoder.norm.weight", "decoder.norm._extra_state/shard_0_2"})
 
 
+def test_a_model_that_is_not_asked_for_a_sharded_state_dict_is_left_alone() -> None:
+    """As Megatron-FSDP's, of which that is not asked, and which lacks the method."""
+    model = torch.nn.Linear(2, 2)
+    with named_as_saved([model, Asking("decoder.norm.weight")], {"model.module.weight"}):
+        assert not hasattr(model, "sharded_state_dict")
+
+
 def test_without_an_index_nothing_is_changed() -> None:
     assert asked("decoder.norm.weight", None) == {
         "a.tensor": "decoder.norm.weight",
