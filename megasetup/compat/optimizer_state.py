@@ -38,7 +38,8 @@ def loading_state_of_torch_adam(optimizer: Any, restored: Sequence[object]) -> I
     parts = [
         part.optimizer
         for part in getattr(optimizer, "chained_optimizers", [optimizer])
-        if isinstance(part, distributed.DistributedOptimizer)
+        # (without an optimizer where this rank trains none of its parameters)
+        if isinstance(part, distributed.DistributedOptimizer) and part.optimizer is not None
     ]
     if distributed.HAVE_APEX_OR_TE or not parts:
         yield

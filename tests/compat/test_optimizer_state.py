@@ -5,6 +5,7 @@ DistributedOptimizer cannot be made without CUDA: these are of its class, made w
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,16 @@ def test_state_that_nothing_was_loaded_into_is_taken_away() -> None:
     with loading_state_of_torch_adam(distributed(inner), []):
         assert len(inner.state) == 2
     assert not inner.state
+
+
+def test_a_rank_that_trains_none_of_the_parameters_has_nothing_to_load() -> None:
+    """DistributedOptimizer is there all the same, without an optimizer."""
+    inner = adam()
+    chained = SimpleNamespace(chained_optimizers=[distributed(None), distributed(inner)])
+    with loading_state_of_torch_adam(chained, [True]):
+        assert len(inner.state) == 2
+    with loading_state_of_torch_adam(distributed(None), []):
+        pass
 
 
 def test_with_a_fused_adam_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
