@@ -65,7 +65,8 @@ def _with_a_state(found: Callable[[], Any], sharded: Callable[..., Any]) -> Call
         if not is_loading:
             if hybrid.cut_off is not None:
                 raise RuntimeError(hybrid.cut_off)
-            if not hybrid.state:
+            # (A rank may have no share of the parameters, and so never any state; the others wait for it.)
+            if not hybrid.state and any(group["params"] for group in hybrid.param_groups):
                 raise RuntimeError(
                     "the hybrid optimizer has no moments before its first step, and a distributed checkpoint needs "
                     "them: save after a step, or the model alone"

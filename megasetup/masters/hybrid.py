@@ -208,8 +208,10 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
     def dummy_step(self) -> None:
         """A step with random gradients, by which Megatron makes the state that it is about to load into."""
         cut_off, self.cut_off = self.cut_off, None
-        super().dummy_step()
-        self.cut_off = self.cut_off or cut_off
+        try:
+            super().dummy_step()
+        finally:
+            self.cut_off = self.cut_off or cut_off
 
     def _bring_back(self) -> None:
         """Bring masters and moments back that were moved since the last step: buckets step and send what lies there."""
@@ -262,14 +264,16 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         self._sync_settings(("params", "step"))
 
     def _sync_settings(self, keep: Sequence[str]) -> None:
+        group_of: dict[torch.Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
             for param in group["params"]:
-                if param not in self.param_to_inner_param:
+                inner = self.param_to_inner_param.get(param)
+                if inner is None:
                     raise ValueError(
                         f"a param group holds a parameter of shape {tuple(param.shape)} that this optimizer was not "
                         "made with: give the constructor all parameters, or call make(), which begins the moments anew"
                     )
-        group_of = {self.param_to_inner_param[param]: group for group in self.param_groups for param in group["params"]}
+                group_of[inner] = group
         for optimizer in self.sub_optimizers:
             for group in optimizer.param_groups:
                 source = group_of[group["params"][0]]

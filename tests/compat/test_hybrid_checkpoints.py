@@ -118,6 +118,15 @@ def test_saving_before_the_first_step(distributed: DistributedOptimizer, called:
     assert called == [("sharded", "model", False, {"sharding_type": None}, 2)]
 
 
+def test_a_rank_without_parameters_saves_with_the_others(distributed: DistributedOptimizer, called: Called) -> None:
+    for group in distributed.optimizer.param_groups:
+        group["params"] = []
+    distributed.optimizer.make()
+    distributed.optimizer.step()
+    assert distributed.sharded_state_dict("model") == "sharded"
+    assert called == [("sharded", "model", False, {}, 0)]
+
+
 def test_what_a_step_that_was_cut_off_has_left(distributed: DistributedOptimizer, called: Called) -> None:
     distributed.optimizer.dummy_step()
     distributed.optimizer.cut_off = "a step was cut off"

@@ -413,6 +413,24 @@ class TestAStepThatIsCutOff:
         train(hybrid, params, range(2))
         assert_same(everything(hybrid), reference(range(2)))
 
+    def test_is_not_forgotten_over_a_dummy_step_that_fails(
+        self, trained: tuple[PipelinedHybridOptimizer, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hybrid, params = trained
+        for name, value in (("steps_left", 3), ("is_stepped", False), ("error", RuntimeError())):
+            monkeypatch.setattr(CutOff, name, value, raising=False)
+        with pytest.raises(RuntimeError):
+            self.next_step(hybrid, params, 2)
+
+        def no_memory(_: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(torch, "randn_like", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            hybrid.dummy_step()
+        with pytest.raises(RuntimeError, match="cut off"):
+            hybrid.step()
+
     def test_the_first_one_is_healed_by_a_load_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Megatron takes a step to make the state into which it loads."""
         params = weights()
