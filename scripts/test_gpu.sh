@@ -27,7 +27,7 @@ logprobs      | 1 | tests/model/test_linear_logprobs.py tests/model/test_linear_
 optional      | 1 | tests/model/test_optional_flows_gpu.py
 examples      | 1 | tests/test_examples_train.py
 cli           | 1 | tests/cli
-two-masters   | 2 | tests/masters/test_two_gpus.py tests/kernels tests/test_moe_gpu.py
+two-masters   | 2 | tests/masters/test_two_gpus.py tests/masters/test_arena.py tests/kernels tests/test_moe_gpu.py
 two-resume    | 2 | tests/masters/test_hybrid_gpu.py
 two-flow      | 2 | tests/model/test_setup_two_gpus.py
 two-import    | 2 | tests/checkpoint tests/planning
