@@ -85,7 +85,6 @@ def main() -> None:
         str(Path(sys.argv[1]) / "dense"),
         fraction=None,
         transformer_impl="local",
-        model_overrides={"masked_softmax_fusion": False},
         **parallel,
     )
     config["generation"] = {"backend": "megatron", "colocated": {"enabled": True}, "mcore_generation_config": asked}
