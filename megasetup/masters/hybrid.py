@@ -35,13 +35,14 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-from megasetup import kernels
 from megasetup.masters import hybrid_buckets
 from megasetup.masters.hybrid_choice import chosen, tensors_of
-from megasetup.masters.hybrid_fill import convert, fill
+from megasetup.masters.hybrid_fill import fill
+from megasetup.masters.hybrid_gpu import step_on_gpu
 from megasetup.masters.hybrid_host import Settings, make_host_side
+from megasetup.masters.hybrid_state import FromParam, adopt
 from megasetup.masters.hybrid_step import HostStep
-from megasetup.masters.hybrid_traffic import WireLane, gradient_of
+from megasetup.masters.hybrid_traffic import WireLane
 
 _logger = logging.getLogger("megasetup")
 # What the stock constructor sets and ours sets when the host side is made.
@@ -235,24 +236,8 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
             lane.settle()
 
     def _step_on_gpu(self) -> None:
-        if self.gpu_optimizer is None:
-            return
-        before = []
-        try:
-            for stepped in tensors_of(self.gpu_optimizer.param_groups):
-                param = self.inner_param_to_orig_param[stepped]
-                if stepped is param and getattr(param, "decoupled_grad", None) is None:
-                    continue
-                before.append((stepped, stepped.grad))
-                gradient = gradient_of(param)
-                stepped.grad = None if gradient is None else gradient.to(stepped.dtype)
-            self.gpu_optimizer.step()
-        finally:
-            for stepped, gradient in before:
-                stepped.grad = gradient
-        with torch.no_grad():
-            fp32 = self.param_to_fp32_param.items()
-            convert(kernels.narrow, [(master, param.detach()) for param, master in fp32 if master.is_cuda])
+        if self.gpu_optimizer is not None:
+            step_on_gpu(self.gpu_optimizer, self.inner_param_to_orig_param)
 
     @torch.no_grad()
     def update_fp32_param_by_new_param(self) -> None:
@@ -326,31 +311,9 @@ class PipelinedHybridOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # 
         self._adopt_state(lambda param, master, saved: param.dtype == master.dtype)
         self.cut_off = None
 
-    @torch.no_grad()
-    def _adopt_state(self, from_param: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], bool]) -> None:
-        """Hand `state` to the sub-optimizers, its values in the memory that was made for them.
-
-        A master is taken from the state where that holds another tensor than the master itself; otherwise from the
-        parameter if from_param(parameter, master, the state's master) says so.
-        """
+    def _adopt_state(self, from_param: FromParam) -> None:
         self._settle()
-        refreshed = []
-        for optimizer in self.sub_optimizers:
-            state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-            for master in [master for group in optimizer.param_groups for master in group["params"]]:
-                param = self.inner_param_to_orig_param[master]
-                entry = self.state.get(param, {})
-                saved = entry.get("master_param")
-                if saved is not None and saved.data_ptr() != master.data_ptr():
-                    master.copy_(saved.view(master.shape))
-                    entry["master_param"] = master
-                elif master is not param and from_param(param, master, saved):
-                    refreshed.append((param, master))
-                if entry:
-                    self._moments.adopt(master, entry)
-                    state[master] = entry
-            optimizer.state = state
-        fill(refreshed)
+        adopt(self.sub_optimizers, self.state, self.inner_param_to_orig_param, self._moments, from_param)
 
 
 def _made(hybrid: PipelinedHybridOptimizer) -> dict[str, Any]:
