@@ -8,6 +8,7 @@ Bridge itself loads and exports, so that the test compares our way with another 
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from itertools import batched
 
@@ -42,6 +43,7 @@ def main() -> None:
             _load(checkpoint, model, out)
         except Exception as error:
             # All are tried: which ones fail tells more than the first one does.
+            traceback.print_exc()
             print("FAILED", checkpoint, f"{type(error).__name__}: {error}"[:2000], flush=True)
             failed = True
     dist.destroy_process_group()

@@ -26,35 +26,44 @@ pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="Transformer Engine is not installed"),
 ]
 
-_ALONE = """
-import sys, torch
+# Each does all of its pairs of folders, whichever fail, and says which did.
+_EACH = """
+import sys, traceback, torch
 from itertools import batched
-from megasetup.checkpoint.importing import import_model_from_hf
-for model, checkpoint in batched(sys.argv[1:], 2):
-    assert import_model_from_hf(model, checkpoint) is True
+{importing} as work
+failed = []
+for source, target in batched(sys.argv[1:], 2):
+    try:
+        work(source, target)
+    except Exception:
+        traceback.print_exc()
+        failed.append(source)
 print("CUDA", torch.cuda.max_memory_allocated(), torch.cuda.is_initialized())
+sys.exit(f"FAILED {{failed}}" if failed else 0)
 """
-_EXPORT = """
-import sys, torch
-from itertools import batched
-from megasetup.checkpoint.exporting import export_model_to_hf
-for checkpoint, out in batched(sys.argv[1:], 2):
-    export_model_to_hf(checkpoint, out)
-print("CUDA", torch.cuda.max_memory_allocated(), torch.cuda.is_initialized())
-"""
+_ALONE = _EACH.format(importing="from megasetup.checkpoint.importing import import_model_from_hf")
+_EXPORT = _EACH.format(importing="from megasetup.checkpoint.exporting import export_model_to_hf")
+_TIMEOUT = 180  # seconds; a test runs up to three processes within its own limit
 
 
 def _run(*command: object) -> str:
-    done = subprocess.run(
+    """All that a process says, on standard output and error; a failure shows it."""
+    process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         env=bare_environment(),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=400,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    try:
+        out, err = process.communicate(timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"still running after {_TIMEOUT} s\n--- stdout\n{out}\n--- stderr\n{err}")
+    said = f"status {process.returncode}\n--- stdout\n{out}\n--- stderr\n{err}"
+    assert process.returncode == 0, said
+    return said
 
 
 def _facts(ended: Ended) -> list[dict[str, Any]]:
@@ -71,7 +80,7 @@ def _check(folder: Path, checkpoints: dict[str, Path]) -> str:
     ]
     exports = [path for kind, checkpoint in checkpoints.items() for path in (checkpoint, folder / kind / "back")]
     said = _run(_HERE / "load_worker.py", *loads)
-    assert "DEVICE {'cuda:0'}" in said
+    assert said.count("DEVICE {'cuda:0'}") == len(checkpoints), said
     said += _run("-c", _EXPORT, *exports)
     for kind in checkpoints:
         assert_same_bits(folder / kind / "hf", folder / kind / "gpu")
@@ -88,19 +97,20 @@ def test_what_a_process_alone_made_loads_into_transformer_engines_layers(tmp_pat
     for kind in KINDS:
         make(kind, tmp_path / kind / "hf")
     pairs = [path for kind in KINDS for path in (tmp_path / kind / "hf", tmp_path / kind / "megatron")]
-    assert "CUDA 0 " in _run("-c", _ALONE, *pairs)
+    converted = _run("-c", _ALONE, *pairs)
+    assert "CUDA 0 " in converted, converted
     said = _check(tmp_path, {kind: tmp_path / kind / "megatron" for kind in KINDS})
-    assert said.count("'TELayerNormColumnParallelLinear'") == len(KINDS)
-    assert "CUDA 0 " in said
+    assert said.count("'TELayerNormColumnParallelLinear'") == len(KINDS), said
+    assert "CUDA 0 " in said, said
 
 
 def test_one_gpu_converts_with_transformer_engines_layers(tmp_path: Path) -> None:
     for kind in KINDS:
         make(kind, tmp_path / kind / "hf")
     cases = [f"{kind}:" for kind in KINDS]
-    (ended,) = launch(_HERE / "ranks_worker.py", 1, "together", ";".join(cases), str(tmp_path), timeout=400)
+    (ended,) = launch(_HERE / "ranks_worker.py", 1, "together", ";".join(cases), str(tmp_path), timeout=_TIMEOUT)
     facts = _facts(ended)
-    assert [one["case"] for one in facts] == cases
+    assert [one["case"] for one in facts] == cases, ended.output
     assert not any(one["up"] for one in facts)
     checkpoints = {kind: tmp_path / kind / "megatron-" for kind in KINDS}
     assert [what_is_missing(checkpoint) for checkpoint in checkpoints.values()] == [None] * len(KINDS)
@@ -117,7 +127,7 @@ def test_two_gpus_convert_their_shares_together(tmp_path: Path) -> None:
     for kind in sizes:
         make(kind, tmp_path / kind / "hf")
     cases = [f"{kind}:{size}" for kind, size in sizes.items()]
-    ended = launch(_HERE / "ranks_worker.py", 2, "together", ";".join(cases), str(tmp_path), timeout=400)
+    ended = launch(_HERE / "ranks_worker.py", 2, "together", ";".join(cases), str(tmp_path), timeout=_TIMEOUT)
     for one in ended:
         assert [facts["case"] for facts in _facts(one)] == cases
     checkpoints = {kind: tmp_path / kind / f"megatron-{size}" for kind, size in sizes.items()}
