@@ -42,16 +42,34 @@ class SharedLinear(Linear):
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
 
 
+class PlainAttention(DotProductAttention):
+    """Told with each call, as Transformer Engine's is, what kind of mask it has: none at all for causal attention."""
+
+    def forward(self, query: Any, key: Any, value: Any, mask: Any, attn_mask_type: Any = None, **others: Any) -> Any:
+        self.scale_mask_softmax.attn_mask_type = attn_mask_type
+        return super().forward(query, key, value, mask, attn_mask_type, **others)
+
+
+def plain_norm(_: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:
+    """Torch's own norm, marked as Transformer Engine's is where each rank sees a part of every sequence."""
+    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = kind(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
 def plain_layers() -> None:
     """In this process from now on."""
     places: list[tuple[Any, str, Any]] = [
         (specs, "Norm", WrappedTorchNorm),
-        (specs, "TEDotProductAttention", DotProductAttention),
+        (specs, "TEDotProductAttention", PlainAttention),
         (eagle, "TENorm", WrappedTorchNorm),
         (eagle, "TELinear", SharedLinear),
     ]
     for module, name, plain in places:
         mock.patch.object(module, name, plain).start()
+    mock.patch.object(WrappedTorchNorm, "__new__", plain_norm).start()  # (it refuses sequence parallelism)
     mock.patch.object(CudaRNGStatesTracker, "fork", contextlib.nullcontext).start()
 
 

@@ -1,8 +1,8 @@
 """One rank that sets a policy and its draft up without a GPU, saves them and resumes.
 
-python draft_setup_worker.py FOLDER: FOLDER is what draft_gpu_model.write_models made; FLOW_PARALLEL gives the parallel
-sizes. Setup and checkpoints are the real ones (setup_without_gpu), Transformer Engine's layers stand aside as in
-draft_parts. Prints "KIND as told" for each kind of run.
+python draft_setup_worker.py FOLDER KIND [KIND ...]: FOLDER is what draft_gpu_model.write_models made; FLOW_PARALLEL
+gives the parallel sizes. Setup and checkpoints are the real ones (setup_without_gpu), Transformer Engine's layers stand
+aside as in draft_parts. Prints "KIND as told" for each kind of run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megasetup.compat.no_gpu import no_gpu
 from megasetup.model.draft import export_draft
 
 FOLDER = Path(sys.argv[1])
-LORA = {"peft": {"enabled": True, "dim": 8, "alpha": 32}}
+KINDS: dict[str, dict[str, Any]] = {"whole": {}, "adapters": {"peft": {"enabled": True, "dim": 8, "alpha": 32}}}
 
 
 def start(settings: dict[str, Any], draft: Path, saved: Path | None = None) -> tuple[Any, Any]:
@@ -101,8 +101,8 @@ def check(kind: str, settings: dict[str, Any]) -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     plain_layers()
-    check("whole", {})
-    check("adapters", LORA)
+    for kind in sys.argv[2:]:
+        check(kind, KINDS[kind])
     dist.destroy_process_group()
 
 

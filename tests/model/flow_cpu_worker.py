@@ -36,6 +36,18 @@ def refused(config: dict[str, Any], cfg: Any) -> list[str]:
     return []
 
 
+def optional_parts(chunks: list[Any]) -> list[str]:
+    """What is there of flows that the config does not switch on."""
+    names = ("draft.eagle", "draft.weights", "linear_logprobs", "inference")
+    found = [name for name in names if f"megasetup.model.{name}" in sys.modules]
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+            found += [name] * any(hooks)
+    replay = sys.modules.get("megatron.core.transformer.moe.router_replay")
+    return found + ["replay"] * bool(replay is not None and replay.RouterReplay.global_router_replay_instances)
+
+
 def main() -> None:
     model, out = sys.argv[1:]
     logging.basicConfig(level=logging.WARNING)
@@ -62,6 +74,7 @@ def main() -> None:
     chunks = training.build_chunks(config, cfg, groups, [], wrap_with_ddp=False)
     tokenizer, auto_bridge, disable, dp_size = finalize_megatron_setup(config, cfg, name, None, chunks, None)
     facts |= {
+        "optional": optional_parts(chunks),
         "vocabulary": tokenizer.vocab_size,
         "bridge": type(auto_bridge).__name__,
         "disable": disable,

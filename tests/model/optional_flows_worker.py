@@ -6,15 +6,13 @@ anything else ends with a traceback.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from flow_config import policy_config
 from flow_models import LENGTH, SEQUENCES, batch
-from flow_worker import Run
+from flow_worker import FOLDER, Run, parallel
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megasetup.model.linear_logprobs import linear_logprobs_of
@@ -28,8 +26,9 @@ def log_probabilities(model: Any, processor: Any = None) -> torch.Tensor:
     """[SEQUENCES, LENGTH], FP32."""
     rows = batch(0)
     positions = torch.arange(LENGTH, device="cuda").expand(SEQUENCES, -1)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)
     found = model(
-        rows[:, :-1].contiguous(), positions, None, labels=rows[:, 1:].contiguous(), output_processor=processor
+        rows[:, :-1].contiguous(), positions, mask, labels=rows[:, 1:].contiguous(), output_processor=processor
     )
     return (-found if processor is None else found).float()
 
@@ -96,13 +95,13 @@ def check_reference(run: Run) -> None:
 
 
 def main() -> None:
-    config = policy_config(
-        str(Path(sys.argv[1]) / "moe"),
-        fraction=None,
-        activation_checkpointing=True,
-        use_fused_linear_logprobs=True,
-        fused_linear_logprobs_chunk_size=100,
-    )
+    settings = {
+        "fraction": None,
+        "activation_checkpointing": True,
+        "use_fused_linear_logprobs": True,
+        "fused_linear_logprobs_chunk_size": 100,
+    }
+    config = policy_config(str(FOLDER / "moe"), **(settings | parallel()))
     config |= {
         "router_replay": {"enabled": True},
         "generation": {"backend": "vllm", "colocated": {"enabled": True}, "temperature": 1.0},

@@ -55,6 +55,7 @@ def run(model: Path, tmp_path: Path, world: int) -> tuple[list[dict[str, Any]], 
 
 def check(result: dict[str, Any]) -> None:
     assert result["existed"] is False
+    assert result["optional"] == []
     assert result["vocabulary"] == 2048
     assert result["padded"] == 2048
     assert result["bridge"] == "AutoBridge"
