@@ -125,12 +125,50 @@ def saved_optimizer(path: str) -> bool:
 
     Collective: every rank calls it.
     """
+    return bool(_run_config(path).get("checkpoint", {}).get("save_optim", True))
+
+
+def check_order_of_state(path: str, transformer_impl: str) -> None:
+    """Make sure that the optimizer state of a checkpoint goes to the parameters that it was saved from.
+
+    Megatron's default form, dp_reshardable, has no names: the state is in the order of the model's parameters. Local
+    layers have a norm before the attention that it goes into, Transformer Engine's in the middle of it, so that each
+    would find another one's moments, of fitting sizes and without an error.
+
+    Collective: every rank calls it.
+
+    Args:
+        path: the checkpoint that a resume would load.
+        transformer_impl: what the model's layers are.
+
+    Raises:
+        NotImplementedError: one of the two has local layers, the other has not, and the state is in that form.
+    """
+    saved = _run_config(path)
+    checkpoint, model = saved.get("checkpoint", {}), saved.get("model", {})
+    layers = model.get("transformer_impl", transformer_impl)
+    is_named = (
+        checkpoint.get("dist_ckpt_optim_fully_reshardable", False)
+        or checkpoint.get("ckpt_format", "torch_dist") != "torch_dist"
+        or not (saved.get("optimizer") or {}).get("use_distributed_optimizer", True)
+    )
+    if (layers == "local") != (transformer_impl == "local") and not is_named:
+        raise NotImplementedError(
+            f"{path} holds optimizer state in the order of the parameters of {layers!r} layers, and the model has "
+            f"{transformer_impl!r} ones, where the order is another: set policy.megatron_cfg.transformer_impl to "
+            f"{layers!r}, or resume the weights alone (optimizer_path None)"
+        )
+
+
+def _run_config(path: str) -> dict[str, Any]:
+    """The config that lies beside what a resume would load; empty where there is none."""
     utils = import_bridge("megatron.bridge.training.utils.checkpoint_utils")
     folder = iteration_of(path)
     file = None if folder is None else utils.get_checkpoint_run_config_filename(folder)
     if file is None or not utils.file_exists(file):
-        return True
-    return bool(utils.read_run_config(file).get("checkpoint", {}).get("save_optim", True))
+        return {}
+    config: dict[str, Any] = utils.read_run_config(file)
+    return config
 
 
 def _safe_names(path: str) -> Collection[str] | None:

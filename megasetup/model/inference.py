@@ -39,7 +39,7 @@ def build_inference_model(policy_cfg: Mapping[str, Any], megatron_cfg: Any, init
 
     Raises:
         ConfigError: FSDP2, virtual pipeline stages, LoRA or a draft, with which this does not work; names every key.
-        RuntimeError: the sizes do not divide the number of ranks.
+        RuntimeError: the sizes do not divide the number of ranks; the memory of an earlier one is paused.
     """
     _check(policy_cfg, megatron_cfg)
     provider = _inference_provider(policy_cfg, initial_model_provider)

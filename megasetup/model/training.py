@@ -307,12 +307,17 @@ def _load(
             return False
         if before is not None:
             before(chunks)
-        if resumes and settings.load_optim and optimizer is not None and not bridge.saved_optimizer(settings.load):
-            _logger.warning(
-                "%s was saved without optimizer state: only the weights are resumed, and the optimizer starts afresh",
-                settings.load,
-            )
-            settings.load_optim = False
+        if resumes and settings.load_optim and optimizer is not None:
+            if bridge.saved_optimizer(settings.load):
+                layers = getattr(cfg.model, "transformer_impl", "transformer_engine")
+                bridge.check_order_of_state(settings.load, layers)
+            else:
+                _logger.warning(
+                    "%s was saved without optimizer state: only the weights are resumed, and the optimizer starts "
+                    "afresh",
+                    settings.load,
+                )
+                settings.load_optim = False
         finetune = settings.finetune
         with (
             _noting_state_loads(optimizer) as restored,

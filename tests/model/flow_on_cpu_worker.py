@@ -6,6 +6,7 @@ The whole setup and training with Megatron's local layers, on gloo, with the CPU
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,22 @@ def moe_of_the_other_layers() -> dict[str, Any]:
         "equal": list(map(torch.equal, own.chunks[0].parameters(), other.chunks[0].parameters())),
         "losses": [own.evaluate(), other.evaluate()],
     }
+
+
+@case
+def state_of_the_other_layers() -> dict[str, Any]:
+    """What resume_moe saved, with a config that says that Transformer Engine's layers saved it."""
+    other = FOLDER / "saved" / "other"
+    shutil.copytree(FOLDER / "saved" / "moe", other)
+    (file,) = other.glob("iter_*/run_config.yaml")
+    text = file.read_text()
+    assert "transformer_impl: local" in text
+    file.write_text(text.replace("transformer_impl: local", "transformer_impl: transformer_engine"))
+    try:
+        Run(config("moe"), weights=str(other), optimizer=str(other))
+    except RuntimeError as error:
+        refused = str(error)
+    return {"refused": refused, "weights": Run(config("moe"), weights=str(other)).made.report.weights}
 
 
 def unwrap(run: Run) -> Any:

@@ -22,7 +22,15 @@ for _module in ("megatron.core", "transformers"):
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("needs megatron-bridge", allow_module_level=True)
 HERE = Path(__file__).resolve().parent
-CASES = ("dense_weights", "moe_weights", "resume", "resume_moe", "moe_of_the_other_layers", "resume_offloaded")
+CASES = (
+    "dense_weights",
+    "moe_weights",
+    "resume",
+    "resume_moe",
+    "moe_of_the_other_layers",
+    "resume_offloaded",
+    "state_of_the_other_layers",
+)
 pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test_setup_gpu.py runs the whole flow"),
@@ -95,3 +103,11 @@ def test_a_checkpoint_of_local_layers_is_found_under_the_other_names(results: di
     assert len(result["equal"]) > 20
     assert all(result["equal"])
     assert result["losses"][0] == result["losses"][1]
+
+
+def test_optimizer_state_in_the_order_of_other_layers_is_refused(results: dict[str, dict[str, Any]]) -> None:
+    result = get(results, "state_of_the_other_layers")
+    assert (
+        "in the order of the parameters of 'transformer_engine' layers, and the model has 'local'" in result["refused"]
+    )
+    assert result["weights"].endswith("saved/other")
