@@ -59,6 +59,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
             log_sum = sums[0].log()
             logprobs[rows] = sums[1] - log_sum
             log_sums[rows] = highest + log_sum
+        # (a softmax of zeros, and so no gradient, for what is no token)
+        outside = (targets < 0) | (targets >= world * len(weight))
+        logprobs.masked_fill_(outside, 0.0)
+        log_sums.masked_fill_(outside, torch.inf)
         ctx.save_for_backward(hidden, weight, local, here, log_sums)
         ctx.chunk_size, ctx.scale = chunk_size, scale
         # (Megatron keeps the gradients' buffer on the parameter itself)
@@ -149,7 +153,8 @@ def linear_logprobs(
     Args:
         hidden: [tokens, hidden size], the model's dtype, the same on every rank of `group`.
         weight: [vocabulary, hidden size] or this rank's equal share of its rows, in rank order.
-        targets: [tokens], integer ids of the whole vocabulary.
+        targets: [tokens], integer ids of the whole vocabulary. An id outside of it, such as the -100 of padding, has a
+            log-probability of 0 and no gradient.
         chunk_size: tokens whose logits exist at a time.
         temperature: divides the logits.
         group: the tensor-parallel group that the vocabulary is cut over; None when it is whole.
@@ -225,7 +230,7 @@ class LinearLogprobs:
             hidden_states: [sequence, batch, hidden size]; this rank's part of the sequence under sequence parallelism.
             output_layer: the model's output layer, whose weight and parallel settings are used.
             output_weight: the weight to use instead, where it is tied to the embedding.
-            labels: [batch, sequence] token ids.
+            labels: [batch, sequence] token ids; one outside the vocabulary has a log-probability of 0.
             scale_logits: the model's scaling of logits (for muP), which is linear.
 
         Returns:

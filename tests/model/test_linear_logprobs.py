@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from launch import launch
 
 from megasetup.model.linear_logprobs import DEFAULT_CHUNK_SIZE, LinearLogprobs, linear_logprobs, linear_logprobs_of
@@ -71,6 +72,37 @@ def test_a_processor_as_the_config_says():
     }
     made = linear_logprobs_of(config)
     assert (made.chunk_size, made.temperature) == (7, 0.6)
+
+
+def test_targets_outside_the_vocabulary_are_ignored():
+    hidden, weight, targets, grad = _inputs(torch.float32)
+    targets[[0, 11, 36]] = -100
+    expected = -F.cross_entropy(hidden @ weight.t(), targets, reduction="none")
+    wanted = torch.autograd.grad(expected, (hidden, weight), grad)
+    targets[11] = VOCABULARY
+    found = linear_logprobs(hidden, weight, targets, chunk_size=8)
+    assert found[[0, 11, 36]].tolist() == [0, 0, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for one, other in zip(torch.autograd.grad(found, (hidden, weight), grad), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tokens_have_no_log_probabilities():
+    hidden, weight = torch.zeros(0, WIDTH, requires_grad=True), torch.ones(VOCABULARY, WIDTH, requires_grad=True)
+    found = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    assert found.shape == (0,)
+    found.sum().backward()
+    assert hidden.grad.shape == (0, WIDTH)
+    assert not weight.grad.any()
+
+
+def test_hidden_states_need_not_be_contiguous():
+    hidden, weight, targets, grad = _inputs(torch.float32)
+    across = hidden.detach().t().contiguous().t().requires_grad_()
+    assert not across.is_contiguous()
+    wanted = torch.autograd.grad(_plain(hidden, weight, targets), hidden, grad)
+    found = torch.autograd.grad(linear_logprobs(across, weight, targets, chunk_size=5), across, grad)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_frozen_weight_costs_no_gradient():
