@@ -11,7 +11,7 @@ from megasetup.compat.hf_config import patch_hf_configs
 from megasetup.config.fields import megatron_cfg as megatron_section
 from megasetup.config.fields import section
 from megasetup.model import bridge
-from megasetup.model.training import param_sync_function
+from megasetup.model.chunks import param_sync_function
 
 
 def finalize_megatron_setup(

@@ -16,7 +16,7 @@ from megasetup.config.errors import ConfigAssertionError, Problems
 from megasetup.config.fields import MEGATRON, POLICY, section
 from megasetup.config.performance import choose_layer_spec
 from megasetup.model import bridge
-from megasetup.model.training import build_chunks
+from megasetup.model.chunks import build_chunks
 
 _MEMORY = "inference_model"  # (torch_memory_saver's name of it)
 

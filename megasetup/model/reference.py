@@ -14,10 +14,10 @@ import torch
 from megasetup.compat.bridge import import_bridge
 from megasetup.config.peft import create_lora
 from megasetup.model import bridge
+from megasetup.model.chunks import build_chunks
 from megasetup.model.hooks import Hook, lora_hook, pre_wrap_hooks
 from megasetup.model.router_replay import forget_routers_made_inside
 from megasetup.model.stages import Stages
-from megasetup.model.training import build_chunks
 
 
 def setup_reference_model_state(

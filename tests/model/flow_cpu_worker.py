@@ -21,7 +21,8 @@ from flow_config import policy_config
 from megasetup.checkpoint.importing import handle_model_import
 from megasetup.checkpoint.paths import validate_model_paths
 from megasetup.config.runtime import validate_and_set_config
-from megasetup.model import bridge, training
+from megasetup.model import bridge, starting, training
+from megasetup.model.chunks import build_chunks
 from megasetup.model.distributed import destroy_parallel_state, setup_distributed
 from megasetup.model.finalize import finalize_megatron_setup
 from megasetup.model.reference import setup_reference_model_state
@@ -66,12 +67,12 @@ def main() -> None:
     facts["no_gpu"] = refused(config, cfg)
     setup_distributed(config)
     cfg.dist.distributed_backend = "gloo"
-    state = training._new_state(cfg, None)
+    state = starting.new_state(cfg, None)
     groups = bridge.initialize(cfg, bridge.embedding_ranks(cfg.model, None), None)
     found = setup_reference_model_state(config, cfg, path)
     tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     torch.save(tensors, Path(out) / f"{rank}.pt")
-    chunks = training.build_chunks(config, cfg, groups, [], wrap_with_ddp=False)
+    chunks = build_chunks(config, cfg, groups, [], wrap_with_ddp=False)
     tokenizer, auto_bridge, disable, dp_size = finalize_megatron_setup(config, cfg, name, None, chunks, None)
     facts |= {
         "optional": optional_parts(chunks),

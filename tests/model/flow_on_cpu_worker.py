@@ -113,6 +113,6 @@ def _need_no_gpu() -> None:
 
 
 if __name__ == "__main__":
-    training._need_gpu = _need_no_gpu
+    training.need_gpu = _need_no_gpu
     with cpu_as_gpu():
         flow_worker.main()

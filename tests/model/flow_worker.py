@@ -28,7 +28,8 @@ from megasetup.config.runtime import validate_and_set_config
 from megasetup.masters import audit_master_weights
 from megasetup.model.distributed import setup_distributed
 from megasetup.model.finalize import finalize_megatron_setup
-from megasetup.model.training import ModelAndOptimizerState, setup_model_and_optimizer
+from megasetup.model.result import ModelAndOptimizerState
+from megasetup.model.training import setup_model_and_optimizer
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {}
 FOLDER = Path(sys.argv[1])

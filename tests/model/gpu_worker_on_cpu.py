@@ -19,5 +19,5 @@ if __name__ == "__main__":  # (Megatron starts a process of its own while it sav
     from megasetup.model import training
 
     plain_layers()
-    with mock.patch.object(training, "_need_gpu"), mock.patch.object(training, "check_supported"), cpu_as_gpu():
+    with mock.patch.object(training, "need_gpu"), mock.patch.object(training, "check_supported"), cpu_as_gpu():
         importlib.import_module(name).main()

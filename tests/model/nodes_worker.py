@@ -20,7 +20,7 @@ from flow_config import policy_config
 from megasetup.checkpoint.importing import handle_model_import
 from megasetup.checkpoint.paths import validate_model_paths
 from megasetup.config.runtime import validate_and_set_config
-from megasetup.model import bridge, training
+from megasetup.model import bridge, starting
 from megasetup.model.distributed import destroy_parallel_state, setup_distributed
 from megasetup.model.reference import setup_reference_model_state
 
@@ -37,7 +37,7 @@ def main() -> None:
     cfg = validate_and_set_config(config, rank, name, path, None, None).megatron_cfg
     cfg.dist.distributed_backend = "gloo"
     cfg.checkpoint.fully_parallel_load = False  # (data-parallel ranks would exchange what they read on GPUs)
-    state = training._new_state(cfg, None)
+    state = starting.new_state(cfg, None)
     bridge.initialize(cfg, bridge.embedding_ranks(cfg.model, None), None)
     found = setup_reference_model_state(config, cfg, path)
     from megatron.core import parallel_state

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from flow_config import policy_config
 
 from megasetup.config.runtime import validate_and_set_config
-from megasetup.model import bridge, training
+from megasetup.model import bridge, loading, starting
+from megasetup.model.chunks import build_chunks
 from megasetup.model.distributed import destroy_parallel_state, setup_distributed
 from megasetup.model.stages import Stages
 
@@ -28,13 +29,13 @@ def load(model: str, checkpoint: str) -> dict[str, Any]:
     cfg = validate_and_set_config(config, dist.get_rank(), model, checkpoint, None, None).megatron_cfg
     cfg.dist.distributed_backend = "gloo"
     cfg.checkpoint.fully_parallel_load = False
-    state = training._new_state(cfg, None)
+    state = starting.new_state(cfg, None)
     groups = bridge.initialize(cfg, bridge.embedding_ranks(cfg.model, None), None)
-    chunks = training.build_chunks(config, cfg, groups, [], wrap_with_ddp=False)
+    chunks = build_chunks(config, cfg, groups, [], wrap_with_ddp=False)
     facts: dict[str, Any] = {"saved_optimizer": bridge.saved_optimizer(checkpoint)}
     try:
         with Stages("setup") as stages:
-            restored = training._load(stages, state, chunks, None, None, {}, None, [])
+            restored = loading.load(stages, state, chunks, None, None, {}, None, [])
             facts |= {"restored": restored, "weights": stages.report.weights}
         facts["sums"] = {name: p.double().abs().sum().item() for name, p in chunks[0].module.named_parameters()}
     except Exception as error:

@@ -34,7 +34,7 @@ class Rank:
         from megasetup.checkpoint.importing import handle_model_import
         from megasetup.checkpoint.paths import validate_model_paths
         from megasetup.config.runtime import validate_and_set_config
-        from megasetup.model import bridge, training
+        from megasetup.model import bridge, starting
         from megasetup.model.distributed import destroy_parallel_state, setup_distributed
         from megasetup.model.reference import setup_reference_model_state
 
@@ -46,7 +46,7 @@ class Rank:
         runtime = validate_and_set_config(config, torch.distributed.get_rank(), name, path, None, None)
         cfg = runtime.megatron_cfg
         cfg.dist.distributed_backend = "gloo"
-        state = training._new_state(cfg, None)
+        state = starting.new_state(cfg, None)
         handled = self._handles_signals()
         bridge.initialize(cfg, bridge.embedding_ranks(cfg.model, None), None)
         found = setup_reference_model_state(config, cfg, path)

@@ -19,10 +19,12 @@ from megasetup.compat.bridge import import_bridge
 from megasetup.compat.no_gpu import no_gpu
 from megasetup.config.runtime import validate_and_set_config
 from megasetup.model import training
+from megasetup.model.chunks import build_chunks
 from megasetup.model.distributed import setup_distributed
+from megasetup.model.result import ModelAndOptimizerState
 
 
-def set_up(config: dict[str, Any], saved: Path | None = None) -> tuple[Any, training.ModelAndOptimizerState]:
+def set_up(config: dict[str, Any], saved: Path | None = None) -> tuple[Any, ModelAndOptimizerState]:
     """The completed ConfigContainer and what the setup made of a config with transformer_impl local.
 
     Args:
@@ -37,10 +39,10 @@ def set_up(config: dict[str, Any], saved: Path | None = None) -> tuple[Any, trai
     cfg.dist.distributed_backend = "gloo"
     # (what data-parallel ranks read for each other travels through GPUs)
     cfg.checkpoint.fully_parallel_load = False
-    bare = functools.partial(training.build_chunks, wrap_with_ddp=False)
+    bare = functools.partial(build_chunks, wrap_with_ddp=False)
     with (
         no_gpu(),
-        mock.patch.object(training, "_need_gpu"),
+        mock.patch.object(training, "need_gpu"),
         mock.patch.object(training, "check_supported"),
         mock.patch.object(training, "build_chunks", bare),
         # (it says that Transformer Engine is there wherever Megatron can be imported)
