@@ -9,7 +9,7 @@ import logging
 import pickle
 import sys
 
-from megasetup.checkpoint.importing import import_alone
+from megasetup.checkpoint.once import import_alone
 
 
 def main() -> None:

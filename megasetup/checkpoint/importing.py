@@ -8,34 +8,21 @@ each machine converts for it, in a process of its own, because a process group c
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import shutil
-import socket
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megasetup.checkpoint import nodes
-from megasetup.checkpoint.converting import Conversion, convert
-from megasetup.checkpoint.locks import FileLock
-from megasetup.checkpoint.marks import MARK, what_is_missing, write_mark
-from megasetup.checkpoint.progress import LOG_EVERY_SECONDS
+from megasetup.checkpoint.converting import Conversion
+from megasetup.checkpoint.once import import_alone, import_together
 from megasetup.checkpoint.settings import ALONE
-from megasetup.checkpoint.worlds import lone_world
 from megasetup.config.fields import section
 
 _logger = logging.getLogger("megasetup")
-
-_RETRY_SECONDS = 0.2
-_ABANDONED_SECONDS = 3600.0
 
 
 def handle_model_import(
@@ -102,7 +89,7 @@ def import_model_from_hf(
     """Convert a Hugging Face model to a Megatron checkpoint, unless another process did or does it.
 
     With a process group its ranks convert together and all call this; NCCL ranks on their GPUs with Transformer
-    Engine's layers, gloo ranks on the CPU. Without one this process converts alone, on the CPU, and touches no GPU.
+    Engine's layers, gloo ranks on the CPU. Without one this process converts alone, on the CPU, and puts nothing on a GPU.
 
     Args:
         hf_model_name: a Hugging Face id, or a folder as save_pretrained makes it.
@@ -139,171 +126,5 @@ def import_model_from_hf(
     if not dist.is_initialized():
         return import_alone(conversion, target, force=force)
     if nodes.all_see(target.parent):
-        return _import_together(conversion, target, force=force)
+        return import_together(conversion, target, force=force)
     return nodes.import_on_each(conversion, target, force=force)
-
-
-def import_alone(conversion: Conversion, target: Path, *, force: bool) -> bool:
-    """Convert in this process, or wait for the process that does. Returns whether this one converted."""
-    found = _identity(target)
-    lock = _lock(target)
-    with contextlib.closing(_Waiting(lock)) as waiting:
-        while not lock.try_acquire():
-            waiting.again()
-    try:
-        if _need_not(target, force, found):
-            return False
-        with _building(target) as folder, lone_world():
-            convert(conversion, folder, target)
-            _put_in_place(conversion, folder, target)
-        return True
-    finally:
-        lock.release()
-
-
-def _import_together(conversion: Conversion, target: Path, *, force: bool) -> bool:
-    """The same for all ranks of the default process group, on a folder that they share."""
-    first = dist.get_rank() == 0
-    found = _identity(target)
-    lock = _lock(target)
-    with contextlib.closing(_Waiting(lock)) as waiting:
-        # Short rounds: a rank that waited for long in one broadcast would look hung to the process group.
-        while not nodes.from_first(lambda: lock.try_acquire()):
-            waiting.again()
-    try:
-        if nodes.from_first(lambda: _need_not(target, force, found)):
-            return False
-        with contextlib.ExitStack() as stack:
-            folder = Path(nodes.from_first(lambda: str(stack.enter_context(_building(target)))))
-            convert(conversion, folder, target)
-            nodes.from_first(lambda: _put_in_place(conversion, folder, target))
-        nodes.check_all_see(target)
-        return True
-    finally:
-        if first:
-            lock.release()
-
-
-class _Waiting:
-    """Says every few seconds that another process is being waited for."""
-
-    def __init__(self, lock: FileLock) -> None:
-        self._lock = lock
-        self._started = time.monotonic()
-        self._next = 0.0
-
-    def again(self) -> None:
-        waited = time.monotonic() - self._started
-        if waited >= self._next and not (dist.is_initialized() and dist.get_rank()):
-            _logger.info(
-                "%s converts this model (lock %s); waiting since %.0f s", self._lock.holder(), self._lock.path, waited
-            )
-            self._next = waited + LOG_EVERY_SECONDS
-        time.sleep(_RETRY_SECONDS)
-
-    def close(self) -> None:
-        if self._next:
-            _logger.info("waited %.1f s for another process", time.monotonic() - self._started)
-
-
-def _lock(target: Path) -> FileLock:
-    return FileLock(target.parent / f".{target.name}.lock")
-
-
-def _identity(target: Path) -> str | None:
-    """What tells one conversion at a place from the next: None where there is none of ours."""
-    try:
-        return str(json.loads((target / MARK).read_text())["identity"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _need_not(target: Path, force: bool, found: str | None) -> bool:
-    """Whether the checkpoint is there: with `force`, whether another process has made it since this one asked."""
-    missing = what_is_missing(target)
-    if missing is None and (not force or _identity(target) != found):
-        _logger.info("the converted checkpoint %s is there", target)
-        return True
-    if missing is not None and target.exists():
-        _logger.warning("%s is not a whole checkpoint and will be replaced: %s", target, missing)
-    return False
-
-
-def _prefix(target: Path) -> str:
-    return f".{target.name}.importing-"
-
-
-@contextlib.contextmanager
-def _building(target: Path) -> Iterator[Path]:
-    """A fresh folder beside the target, gone afterwards unless it was moved into place."""
-    _remove_abandoned(target)
-    folder = target.parent / f"{_prefix(target)}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Remove what conversions of this target left when they were killed.
-
-    The lock is held, so none should be running. Where it does not reach other machines one may be, so what does not
-    come from a dead process of this machine is left until nothing has been written to it for an hour.
-    """
-    here = f"{_prefix(target)}{socket.gethostname()}-"
-    for folder in target.parent.glob(f"{_prefix(target)}*"):
-        own = folder.name.removeprefix(here).split("-")[0] if folder.name.startswith(here) else ""
-        if (own.isdigit() and not _alive(int(own))) or _age(folder) > _ABANDONED_SECONDS:
-            _logger.info("removing %s, left by a conversion that was killed", folder)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()
-
-
-def _age(folder: Path) -> float:
-    times = [folder.stat().st_mtime]
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            times.append(file.stat().st_mtime)
-    return time.time() - max(times)
-
-
-def _put_in_place(conversion: Conversion, folder: Path, target: Path) -> None:
-    """Mark the finished checkpoint and move it to its place, over what is there."""
-    write_mark(
-        folder,
-        {
-            "identity": uuid.uuid4().hex,
-            "hf_model_name": conversion.hf_model_name,
-            "hf_config_overrides": dict(conversion.overrides),
-            "made_with": {name: _version(name) for name in ("megatron-bridge", "megatron-core", "transformers")},
-        },
-    )
-    if target.exists():
-        aside = target.parent / f"{_prefix(target)}{socket.gethostname()}-{os.getpid()}-replaced"
-        os.rename(target, aside)
-        os.rename(folder, target)
-        shutil.rmtree(aside, ignore_errors=True)
-        return
-    try:
-        os.rename(folder, target)
-    except OSError:
-        # Another process, which the lock did not reach, was faster: its checkpoint is as good.
-        if what_is_missing(target) is not None:
-            raise
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

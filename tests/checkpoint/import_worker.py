@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasetup.checkpoint import importing
+from megasetup.checkpoint import placing
 from megasetup.checkpoint.importing import import_model_from_hf
 from megasetup.checkpoint.marks import what_is_missing
 from megasetup.compat.bridge import import_bridge
@@ -65,7 +65,7 @@ def _config_is_written() -> None:
 
 
 def _before_it_is_marked() -> None:
-    importing.write_mark = _die  # type: ignore[assignment]
+    placing.write_mark = _die  # type: ignore[assignment]
 
 
 # Each prepares the child; with the last one there is something to be replaced.
