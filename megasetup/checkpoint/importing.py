@@ -89,7 +89,8 @@ def import_model_from_hf(
     """Convert a Hugging Face model to a Megatron checkpoint, unless another process did or does it.
 
     With a process group its ranks convert together and all call this; NCCL ranks on their GPUs with Transformer
-    Engine's layers, gloo ranks on the CPU. Without one this process converts alone, on the CPU, and puts nothing on a GPU.
+    Engine's layers, gloo ranks on the CPU. Without one this process converts alone, on the CPU, and puts nothing on
+    a GPU.
 
     Args:
         hf_model_name: a Hugging Face id, or a folder as save_pretrained makes it.
