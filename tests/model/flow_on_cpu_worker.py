@@ -97,6 +97,51 @@ def state_of_the_other_layers() -> dict[str, Any]:
     return {"refused": refused, "weights": Run(config("moe"), weights=str(other)).made.report.weights}
 
 
+@case
+def callers_wishes() -> dict[str, Any]:
+    """What a setup does with the functions that its caller gives, and when."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.utils import get_model_config
+
+    events: list[str] = []
+    before_load: list[torch.Tensor] = []
+
+    def embedding_ranks(*_args: Any, **_kwargs: Any) -> list[int]:
+        events.append("embedding ranks")
+        return [0]
+
+    def before_wrapping(chunks: list[Any]) -> None:
+        events.append(f"pre-wrap {type(chunks[0]).__name__}")
+
+    def before_loading(chunks: list[Any]) -> None:
+        events.append(f"pre-load {type(chunks[0]).__name__}")
+        before_load.append(next(chunks[0].parameters()).detach().clone())
+
+    gather = {"overlap_grad_reduce": True, "overlap_param_gather": True, "align_param_gather": True}
+    run = Run(
+        config("dense", distributed_data_parallel_config={"grad_reduce_in_fp32": True, **gather}),
+        get_embedding_ranks=embedding_ranks,
+        additional_pre_wrap_hooks=[before_wrapping],
+        pre_load_checkpoint_hook=before_loading,
+    )
+    chunk = run.chunks[0]
+    loaded = next(chunk.parameters()).detach().clone()
+    # As initialised, without an optimizer.
+    bare = Run(config("dense"), load_weights=False, load_optimizer=False)
+    return {
+        "events": events,
+        "loaded_before": torch.equal(before_load[0], loaded),
+        "wrapped": isinstance(chunk, DistributedDataParallel),
+        "param_sync": run.made.param_sync_func == chunk.start_param_sync,
+        "settings": get_model_config(chunk).param_sync_func == chunk.start_param_sync,
+        "mapping": run.cfg.dist.external_gpu_device_mapping,
+        "losses": [run.step() for _ in range(2)],
+        "bare": [bare.made.optimizer, bare.made.scheduler, bare.made.param_sync_func],
+        "bare_loaded": torch.equal(next(bare.chunks[0].parameters()), loaded),
+        "bare_report": [bare.made.report.weights, [stage.name for stage in bare.made.report.stages]],
+    }
+
+
 def unwrap(run: Run) -> Any:
     from megatron.core.utils import unwrap_model
 

@@ -30,6 +30,7 @@ CASES = (
     "moe_of_the_other_layers",
     "resume_offloaded",
     "state_of_the_other_layers",
+    "callers_wishes",
 )
 pytestmark = [
     pytest.mark.timeout(400),
@@ -111,3 +112,28 @@ def test_optimizer_state_in_the_order_of_other_layers_is_refused(results: dict[s
         "in the order of the parameters of 'transformer_engine' layers, and the model has 'local'" in result["refused"]
     )
     assert result["weights"].endswith("saved/other")
+
+
+def test_the_callers_functions_are_called_in_their_places(results: dict[str, dict[str, Any]]) -> None:
+    result = get(results, "callers_wishes")
+    assert result["events"] == ["embedding ranks", "pre-wrap GPTModel", "pre-load DistributedDataParallel"]
+    assert not result["loaded_before"]
+    assert result["wrapped"]
+    assert result["mapping"] is True
+    assert result["losses"][1] < result["losses"][0]
+
+
+def test_the_gathering_of_parameters_is_handed_out_where_it_overlaps_and_is_aligned(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    result = get(results, "callers_wishes")
+    assert result["param_sync"]
+    assert result["settings"]
+    assert result["bare"][2] is None
+
+
+def test_without_weights_and_optimizer(results: dict[str, dict[str, Any]]) -> None:
+    result = get(results, "callers_wishes")
+    assert result["bare"][:2] == [None, None]
+    assert not result["bare_loaded"]
+    assert result["bare_report"] == ["as initialised", ["config", "parallel state", "model"]]
