@@ -35,6 +35,7 @@ from megasetup.compat.local_layers import (
     uses_local_layers,
 )
 from megasetup.compat.no_gpu import no_gpu
+from megasetup.config.model_name import what_is_wrong
 
 _logger = logging.getLogger("megasetup")
 
@@ -80,6 +81,8 @@ def export_model_to_hf(
     name = hf_model_name or source.get("hf_model_name") or getattr(provider, "hf_model_id", None)
     if not name:
         raise ValueError(f"{iteration} does not say which Hugging Face model it came from: name it (--model)")
+    if (wrong := what_is_wrong(name)) is not None:
+        raise FileNotFoundError(f"the model that {iteration} is of is {name!r}: {wrong} (--model)")
     overrides = source.get("hf_config_overrides", {}) if hf_config_overrides is None else hf_config_overrides
 
     if not uses_local_layers(provider):
@@ -101,7 +104,13 @@ def export_model_to_hf(
             model = import_bridge("megatron.bridge.training.model_load_save").build_and_load_model(
                 str(iteration), provider, use_cpu_init=True, skip_temp_dist_context=True
             )
-            bridge.save_hf_pretrained(model if isinstance(model, list) else [model], str(folder), strict=True)
+            try:
+                bridge.save_hf_pretrained(model if isinstance(model, list) else [model], str(folder), strict=True)
+            except AttributeError as error:
+                # (what Bridge makes of a tensor that its mapping for this kind of model does not know)
+                raise ValueError(
+                    f"the tensors of {iteration} are not those of a model like {name}: name one of its kind (--model)"
+                ) from error
     _logger.info("%s is written, from %s", target, iteration)
     return iteration
 
@@ -149,8 +158,8 @@ def _open(name: str, iteration: Path, overrides: Mapping[str, Any], trust_remote
         return open_model(name, overrides=overrides, trust_remote_code=trust_remote_code)
     except Exception as error:
         error.add_note(
-            f"megasetup: {iteration} came from {name}, whose config and tokenizer the export needs. If it has moved, "
-            "or is not to be had here, name another folder or id of the same model (--model)"
+            f"megasetup: the export of {iteration} needs config and tokenizer of {name}. If that has moved, or is not "
+            "to be had here, name another folder or id of the same model (--model)"
         )
         raise
 

@@ -21,6 +21,7 @@ from megasetup.checkpoint.converting import Conversion
 from megasetup.checkpoint.once import import_alone, import_together
 from megasetup.checkpoint.settings import ALONE
 from megasetup.config.fields import section
+from megasetup.config.model_name import what_is_wrong
 
 _logger = logging.getLogger("megasetup")
 
@@ -109,7 +110,8 @@ def import_model_from_hf(
     Raises:
         ValueError: Megatron-Bridge does not know the model, it needs code that may not run, or the provider lacks what
             is to be overridden.
-        OSError: there is no such model, or the folder cannot be written.
+        OSError: there is no such model, the folder cannot be written, or what is there is no checkpoint, broken or
+            whole (FileExistsError).
         RuntimeError: Megatron's parallel state is up, the ranks do not fit the sizes, or a machine does not see the
             result.
     """
@@ -125,6 +127,8 @@ def import_model_from_hf(
     )
     target = Path(os.path.abspath(output_path))
     if not dist.is_initialized():
+        if (wrong := what_is_wrong(hf_model_name)) is not None:
+            raise FileNotFoundError(f"the model is {hf_model_name!r}: {wrong}")
         return import_alone(conversion, target, force=force)
     if nodes.all_see(target.parent):
         return import_together(conversion, target, force=force)

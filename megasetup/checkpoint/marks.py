@@ -71,6 +71,26 @@ def what_is_missing(folder: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def stranger(folder: str | os.PathLike[str]) -> str | None:
+    """What shows that something is no broken checkpoint, which a conversion may replace, but another's.
+
+    Args:
+        folder: what is where a checkpoint shall be, without being a whole one.
+
+    Returns:
+        As the end of a sentence: that it is a file, or the first of its entries that no conversion makes. None for a
+        folder that is empty or holds only what conversions begin with.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        return "it is a file"
+    for entry in sorted(root.iterdir()):
+        # (Bridge's own files of a root all begin with latest_; a network file system adds hidden ones)
+        if not entry.name.startswith(("iter_", "latest_", ".")) and entry.name != MARK:
+            return f"it holds {entry.name}"
+    return None
+
+
 def _against_mark(root: Path, mark: Path) -> str | None:
     try:
         files: dict[str, int] = json.loads(mark.read_text())["files"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megasetup.checkpoint import nodes
 from megasetup.checkpoint.converting import Conversion, convert
 from megasetup.checkpoint.locks import FileLock
-from megasetup.checkpoint.marks import what_is_missing
+from megasetup.checkpoint.marks import stranger, what_is_missing
 from megasetup.checkpoint.placing import building, identity, put_in_place
 from megasetup.checkpoint.progress import LOG_EVERY_SECONDS
 from megasetup.checkpoint.worlds import lone_world
@@ -99,5 +99,10 @@ def _need_not(target: Path, force: bool, found: str | None) -> bool:
         _logger.info("the converted checkpoint %s is there", target)
         return True
     if missing is not None and target.exists():
+        if (found_there := stranger(target)) is not None:
+            raise FileExistsError(
+                f"{target} is not a converted checkpoint: {found_there}. It would be lost: "
+                "choose another folder, or remove it"
+            )
         _logger.warning("%s is not a whole checkpoint and will be replaced: %s", target, missing)
     return False

@@ -61,10 +61,14 @@ def cache_folder_name(hf_model_name: str, overrides: Mapping[str, Any] | None = 
 
     Args:
         hf_model_name: a Hugging Face id, which stays as it is (an id with a slash names a folder in a folder), or an
-            existing local path, which becomes model_ and the path with slashes turned into underscores.
+            existing local path, which becomes model_ and the absolute path with slashes turned into underscores: one
+            relative path means different models in different folders.
         overrides: hf_config_overrides; where there are any, __hfovr_ and their hash follow.
     """
-    name = f"model_{hf_model_name.replace('/', '_')}" if os.path.exists(hf_model_name) else hf_model_name
+    name = hf_model_name
+    if os.path.exists(name):
+        # (an absolute path stays to the letter, a slash at its end too, so that NeMo-RL's caches are found)
+        name = f"model_{(name if os.path.isabs(name) else os.path.abspath(name)).replace('/', '_')}"
     return f"{name}__hfovr_{get_hf_config_overrides_hash(overrides)}" if overrides else name
 
 

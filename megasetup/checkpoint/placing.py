@@ -88,7 +88,7 @@ def put_in_place(conversion: Conversion, folder: Path, target: Path) -> None:
         folder,
         {
             "identity": uuid.uuid4().hex,
-            "hf_model_name": conversion.hf_model_name,
+            "hf_model_name": _lasting(conversion.hf_model_name),
             "hf_config_overrides": dict(conversion.overrides),
             "made_with": {name: _version(name) for name in ("megatron-bridge", "megatron-core", "transformers")},
         },
@@ -105,6 +105,11 @@ def put_in_place(conversion: Conversion, folder: Path, target: Path) -> None:
         # Another process, which the lock did not reach, was faster: its checkpoint is as good.
         if what_is_missing(target) is not None:
             raise
+
+
+def _lasting(hf_model_name: str) -> str:
+    """The name by which the model is found from any folder."""
+    return os.path.abspath(hf_model_name) if os.path.exists(hf_model_name) else hf_model_name
 
 
 def _version(package: str) -> str | None:

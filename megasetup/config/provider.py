@@ -11,6 +11,7 @@ from megasetup.compat.bridge import import_bridge
 from megasetup.compat.hf_config import patch_hf_configs
 from megasetup.config.errors import config_error
 from megasetup.config.fields import POLICY, section
+from megasetup.config.model_name import what_is_wrong
 
 RUN_CONFIG = "run_config.yaml"
 _FIRST_ITERATION = "iter_0000000"
@@ -28,7 +29,8 @@ def provider_from_hf(config: Mapping[str, Any], hf_model_name: str) -> Any:
         ConfigError: there is no such folder, or no config.json in it; the model cannot be found, or Megatron-Bridge
             does not know its architecture.
     """
-    _check_folder(hf_model_name)
+    if (wrong := what_is_wrong(hf_model_name)) is not None:
+        raise config_error(_MODEL_NAME, hf_model_name, wrong)
     patch_hf_configs()
     # (a copy, because Bridge and transformers fill in what nested overrides leave out)
     kwargs: dict[str, Any] = copy.deepcopy(dict(section(config, "hf_config_overrides")))
@@ -41,15 +43,6 @@ def provider_from_hf(config: Mapping[str, Any], hf_model_name: str) -> Any:
     except (ValueError, TypeError, OSError) as error:
         because = " with policy.hf_config_overrides" if section(config, "hf_config_overrides") else ""
         raise config_error(_MODEL_NAME, hf_model_name, f"cannot be made a Megatron model{because}: {error}") from error
-
-
-def _check_folder(hf_model_name: str) -> None:
-    """Say at once that a folder is not there, which Bridge would ask the Hub for, several times over."""
-    if os.path.isdir(hf_model_name):
-        if not os.path.isfile(os.path.join(hf_model_name, "config.json")):
-            raise config_error(_MODEL_NAME, hf_model_name, "must be a folder with a config.json: this one has none")
-    elif not hf_model_name or hf_model_name.startswith(("/", ".", "~")):
-        raise config_error(_MODEL_NAME, hf_model_name, "must be a Hugging Face id or a folder that is there")
 
 
 def provider_from_checkpoint(pretrained_path: str, rank: int) -> Any:

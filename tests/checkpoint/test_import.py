@@ -175,6 +175,42 @@ def test_a_half_written_checkpoint_is_replaced(tmp_path: Path, caplog: pytest.Lo
     assert_same_bits(model, tmp_path / "back")
 
 
+@pytest.mark.parametrize("what", ["a file", "another folder", "the model itself"])
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, what: str, force: bool) -> None:
+    model = make("dense", tmp_path / "hf")
+    target = model if what == "the model itself" else tmp_path / "mine"
+    if what == "a file":
+        target.write_text("mine")
+    elif what == "another folder":
+        (target / "iter_0000000").mkdir(parents=True)
+        (target / "notes.txt").write_text("mine")
+    kept = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(FileExistsError, match=r"is not a converted checkpoint: it (is a file|holds \S+)\. It would"):
+        import_model_from_hf(str(model), target, force=force)
+    kept_now = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and file.suffix != ".lock"}
+    assert kept_now == kept
+
+
+@pytest.mark.parametrize("name", ["./nope", "/nope", "empty"])
+def test_a_model_that_is_not_there_is_known_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=rf"the model is '{name}': must be a"):
+        import_model_from_hf(name, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["empty"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    model = make("dense", tmp_path / "hf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file") as raised:
+        import_model_from_hf(str(model), tmp_path / "file" / "below")
+    assert raised.value.__notes__ == [
+        f"megasetup: nothing can be written to {tmp_path / 'file'}: choose a folder where it can"
+    ]
+
+
 def test_the_hook_sees_loaded_weights_and_what_it_changes_is_saved(tmp_path: Path) -> None:
     model = make("dense", tmp_path / "hf")
     seen: list[torch.Tensor] = []
@@ -277,7 +313,7 @@ def test_force_and_overrides_come_from_the_config(
 def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises((OSError, ValueError), match="no-such-model"):
         import_model_from_hf(str(tmp_path / "no-such-model"), tmp_path / "m")
-    assert [entry.name for entry in tmp_path.iterdir()] == [".m.lock"]
+    assert not list(tmp_path.iterdir())
     assert not dist.is_initialized()
 
 
@@ -407,6 +443,14 @@ def test_a_source_model_that_moved(tmp_path: Path, converted: Converted) -> None
     model.rename(tmp_path / "elsewhere")
     with pytest.raises(Exception, match="hf") as error:
         export_model_to_hf(tmp_path / "m", tmp_path / "back")
-    assert any("--model" in note for note in error.value.__notes__)
+    assert "(--model)" in str(error.value)
     export_model_to_hf(tmp_path / "m", tmp_path / "back", hf_model_name=str(tmp_path / "elsewhere"))
     assert_same_bits(tmp_path / "elsewhere", tmp_path / "back")
+
+
+def test_export_as_another_kind_of_model(tmp_path: Path, converted: Converted) -> None:
+    _, checkpoint = converted("dense")
+    other = make("moe", tmp_path / "moe")
+    with pytest.raises(ValueError, match=rf"not those of a model like {other}: name one of its kind \(--model\)"):
+        export_model_to_hf(checkpoint, tmp_path / "back", hf_model_name=str(other))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["moe"]

@@ -85,12 +85,15 @@ def test_checkpoint_folder(variables: dict[str, str], expected: str, monkeypatch
     assert get_checkpoint_dir() == expected
 
 
-def test_cache_folder_names(tmp_path: Path) -> None:
+def test_cache_folder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder_name("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
     assert cache_folder_name("Qwen/Qwen3-8B", {}) == "Qwen/Qwen3-8B"
     local = tmp_path / "models" / "mine"
     local.mkdir(parents=True)
     assert cache_folder_name(str(local)) == "model_" + str(local).replace("/", "_")
+    monkeypatch.chdir(local.parent)
+    for relative in ("mine", "./mine", "../models/mine"):
+        assert cache_folder_name(relative) == cache_folder_name(str(local))
     overrides = {"rope_scaling": {"factor": 4}}
     assert cache_folder_name("a/b", overrides) == f"a/b__hfovr_{get_hf_config_overrides_hash(overrides)}"
 

@@ -31,7 +31,7 @@ def test_there_and_back(megasetup, tmp_path, monkeypatch):
 
     done = megasetup("import", "hf", "--config", "config.yaml")
     (made,) = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
-    assert made.name.startswith("model_hf__hfovr_")
+    assert made.name.startswith(f"model_{str(model).replace('/', '_')}__hfovr_")
     assert done.stdout.startswith(f"{made}: hf, converted in ")
     assert len(done.stdout.splitlines()) == 1
     assert f"Writing {made}: done in" in done.stderr
