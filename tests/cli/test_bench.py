@@ -54,6 +54,18 @@ def test_sync_writes_json_and_a_png(megasetup, tmp_path):
 
 
 def test_sync_of_a_checkpoint_folder_uses_its_values(tmp_path):
+def test_levels_of_the_per_tensor_path_add_up_to_its_time():
+    # Each level's own median, 2 and 2, would be 4 in all: less than the total of any run.
+    runs = [{1: 1.0, 2: 4.0}, {1: 2.0, 2: 4.0}, {1: 5.0, 2: 2.0}]
+    odd = sync._per_tensor_result(runs, [sum(run.values()) for run in runs], 10)
+    assert odd["median_seconds"] == 6.0
+    assert odd["median_run_seconds_by_level"] == {"1": 2.0, "2": 4.0}
+    runs = [{1: 3.0, 2: 1.0}, {1: 1.0, 2: 5.0}]
+    even = sync._per_tensor_result(runs, [sum(run.values()) for run in runs], 10)
+    assert even["median_seconds"] == 5.0
+    assert even["median_run_seconds_by_level"] == {"1": 2.0, "2": 3.0}
+
+
     values = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(100)}
     save_file(values, tmp_path / "model.safetensors")
     found = shapes.of_safetensors(tmp_path)

@@ -214,7 +214,12 @@ def _per_tensor_result(baseline: list[dict[Level, float]], totals: list[float], 
     if not baseline:
         return None
     by_level = {str(level): [run[level] for run in baseline] for level in baseline[0]}
-    return {**summary(totals, elements), "seconds_by_level": by_level}
+    # Of the run whose total is the median (of an even number the mean of the middle two), so that the levels add up to
+    # it; each level's own median would come from other runs.
+    order = sorted(range(len(totals)), key=totals.__getitem__)
+    middle = {order[(len(order) - 1) // 2], order[len(order) // 2]}
+    levels = {level: statistics.fmean(taken[run] for run in middle) for level, taken in by_level.items()}
+    return {**summary(totals, elements), "seconds_by_level": by_level, "median_run_seconds_by_level": levels}
 
 
 def _level_1_alone(

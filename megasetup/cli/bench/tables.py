@@ -49,8 +49,8 @@ def show_sync(data: dict[str, Any], console: Console) -> None:
 def _show_details(result: dict[str, Any], console: Console) -> None:
     rows = facts()
     if result["per_tensor"] is not None:
-        spent = result["per_tensor"]["seconds_by_level"]
-        parts = [f"level {level} {duration(sorted(taken)[len(taken) // 2])}" for level, taken in spent.items()]
+        spent = result["per_tensor"]["median_run_seconds_by_level"]
+        parts = [f"level {level} {duration(taken)}" for level, taken in spent.items()]
         rows.add_row("per tensor", " + ".join(parts))
     rows.add_row(
         "plan", f"made in {duration(result['planning_seconds'])}; its first run {duration(result['first_run_seconds'])}"
