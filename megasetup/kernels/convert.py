@@ -39,6 +39,15 @@ def _stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
+def _check_sequences(**given: object) -> None:
+    # (a tensor has a length and items too, and would be taken apart by its first dimension)
+    for name, tensors in given.items():
+        if isinstance(tensors, torch.Tensor):
+            raise TypeError(
+                f"{name} is a tensor of shape {tuple(tensors.shape)}: a sequence of tensors is needed, as in [tensor]"
+            )
+
+
 def _rows(low: Sequence[torch.Tensor], high: Sequence[torch.Tensor], *, low_first: bool) -> array[int]:
     if len(low) != len(high):
         raise ValueError(f"{len(low)} weights and {len(high)} copies: there must be as many of one as of the other")
@@ -61,9 +70,10 @@ def widen(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
         targets: contiguous float32 tensors with the sources' element counts, on the same device.
 
     Raises:
-        TypeError: dtypes that do not go together.
+        TypeError: dtypes that do not go together, or a tensor in place of a sequence.
         ValueError: counts, element counts, devices or strides that do not match; nothing has been written then.
     """
+    _check_sequences(sources=sources, targets=targets)
     if not sources and not targets:
         return
     rows = _rows(sources, targets, low_first=True)
@@ -98,11 +108,12 @@ def widened(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         device they have no values either.
 
     Raises:
-        TypeError: several dtypes, or one that is not bfloat16 or float16.
+        TypeError: a tensor in place of a sequence, several dtypes, or one that is not bfloat16 or float16.
         ValueError: several devices, or a tensor that is not contiguous or has not one dimension.
 
     Nothing has been allocated when it raises.
     """
+    _check_sequences(sources=sources)
     if not sources:
         return []
     vectors = _read(sources)
@@ -192,9 +203,10 @@ def narrow(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> 
         targets: contiguous bfloat16, float16 or float32 tensors with the same element counts, on the same device.
 
     Raises:
-        TypeError: dtypes that do not go together.
+        TypeError: dtypes that do not go together, or a tensor in place of a sequence.
         ValueError: counts, element counts, devices or strides that do not match; nothing has been written then.
     """
+    _check_sequences(sources=sources, targets=targets)
     if not sources and not targets:
         return
     rows = _rows(targets, sources, low_first=False)
@@ -219,9 +231,10 @@ def compare(weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) ->
         One Comparison a pair, in order.
 
     Raises:
-        TypeError: dtypes that do not go together.
+        TypeError: dtypes that do not go together, or a tensor in place of a sequence.
         ValueError: counts, element counts, devices or strides that do not match.
     """
+    _check_sequences(weights=weights, masters=masters)
     if not weights and not masters:
         return []
     rows = _rows(weights, masters, low_first=True)

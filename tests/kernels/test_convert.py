@@ -48,6 +48,23 @@ def test_narrow_rounds_as_torch_does(dtype: torch.dtype) -> None:
     check_narrowed(values, target)
 
 
+@pytest.mark.parametrize("function", [kernels.widen, kernels.narrow, kernels.compare])
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (0,), ()])
+def test_a_tensor_is_no_sequence_of_tensors(function, shape) -> None:
+    low, high = torch.ones(shape, dtype=torch.bfloat16), torch.zeros(shape)
+    first, second = (high, low) if function is kernels.narrow else (low, high)
+    for pair in ((first, second), ([first], second), (first, [second])):
+        with pytest.raises(TypeError, match="a sequence of tensors is needed"):
+            function(*pair)
+    assert (low == 1).all()
+    assert (high == 0).all()
+
+
+def test_widened_takes_a_sequence_too() -> None:
+    with pytest.raises(TypeError, match=r"sources is a tensor of shape \(4,\): a sequence of tensors is needed"):
+        kernels.widened(torch.ones(4, dtype=torch.bfloat16))
+
+
 def slots(length: int) -> torch.Tensor:
     """Guard bytes with room for `length` bytes in each row from column 64 on, one more byte off alignment each row."""
     stride = (length + 64) // 64 * 64 + 128 + 1
