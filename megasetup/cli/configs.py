@@ -66,7 +66,8 @@ def load(path: Path, overrides: Sequence[str]) -> Loaded:
     loaded = load_config(path, overrides)
     if "policy" in loaded.config or "megatron_cfg" not in loaded.config:
         return loaded
-    return Loaded({"policy": loaded.config}, {f"policy.{key}": place for key, place in loaded.origins.items()})
+    origins = {f"policy.{key}" if key else "policy": place for key, place in loaded.origins.items()}
+    return Loaded({"policy": loaded.config}, origins)
 
 
 def policy_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

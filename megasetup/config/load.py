@@ -51,7 +51,8 @@ class Loaded(NamedTuple):
 
     Attributes:
         config: plain dicts and lists, interpolations resolved.
-        origins: "file:line" or "command line" by the full path of a key ("policy.megatron_cfg.optimizer.lr").
+        origins: "file:line" or "command line" by the full path of a key ("policy.megatron_cfg.optimizer.lr"); the file
+            by "", which is the path of all of it.
     """
 
     config: dict[str, Any]
@@ -60,7 +61,7 @@ class Loaded(NamedTuple):
     def located(self, problem: Problem) -> Problem:
         """The same problem, with the place that its value comes from at the end of the remedy.
 
-        For a key that is missing, the place of the section that it is missing from.
+        For a key that is missing, the place of the section that it is missing from, or the file.
         """
         return _located(problem, self.origins)
 
@@ -84,6 +85,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
             applied, or interpolations not resolved. Names file, line and key; problems of one kind come together.
     """
     merged, origins = _read(Path(path), ())
+    origins[""] = str(Path(path).resolve())
     problems = Problems()
     for override in overrides:
         with problems.collect():
@@ -276,7 +278,7 @@ def _add(problem: Problem, origins: dict[str, str], problems: Problems) -> None:
 def _located(problem: Problem, origins: dict[str, str]) -> Problem:
     path = problem.path
     origin = origins.get(path)
-    while origin is None and problem.found is MISSING and "." in path:
+    while origin is None and problem.found is MISSING and path:
         path = path.rpartition(".")[0]
         origin = origins.get(path)
     return problem if origin is None else dataclasses.replace(problem, remedy=f"{problem.remedy} ({origin})")

@@ -11,7 +11,9 @@ from rich.console import Console
 
 from megasetup.cli import check as command
 from megasetup.cli.check_tables import show
+from megasetup.cli.configs import load
 from megasetup.cli.differences import Difference, differences, plain
+from megasetup.config.errors import MISSING, Problem
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +99,22 @@ def test_every_problem_at_once_with_its_place(tmp_path):
     printed = _printed(check)
     assert f"{len(check.problems)} problems" in printed
     assert "Nothing is wrong" not in printed
+
+
+@pytest.mark.parametrize("text", ["", "cluster: {num_nodes: 1}\n"], ids=["empty", "another section"])
+def test_a_file_without_a_policy_is_named(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert _examine(path).problems == [f"policy is missing: must be given: a mapping ({path})"]
+
+
+def test_a_key_that_a_policy_s_own_file_lacks_is_of_the_file(tmp_path):
+    path = tmp_path / "policy.yaml"
+    path.write_text("megatron_cfg: {}\n")
+    loaded = load(path, ())
+    assert loaded.origins["policy.megatron_cfg"] == f"{path}:1"
+    problem = loaded.located(Problem("policy.precision", MISSING, "must be given"))
+    assert str(problem) == f"policy.precision is missing: must be given ({path})"
 
 
 def test_an_unknown_key_warns_and_is_a_problem_when_strict(tmp_path):

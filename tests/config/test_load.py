@@ -33,7 +33,8 @@ def test_a_file_alone_comes_out_as_plain_containers(write: Any) -> None:
 
 
 def test_an_empty_file_is_an_empty_config(write: Any) -> None:
-    assert load_config(write("a.yaml", "# nothing\n")) == Loaded({}, {})
+    path = write("a.yaml", "# nothing\n")
+    assert load_config(path) == Loaded({}, {"": str(path)})
 
 
 def test_a_file_overrides_what_it_builds_on(write: Any) -> None:
