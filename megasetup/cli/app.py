@@ -47,14 +47,14 @@ def doctor(
 ) -> None:
     """Say what this machine offers, what is missing and what to do about it."""
     from megasetup.cli import doctor as this
-    from megasetup.cli.console import stdout
 
-    found = this.examine()
+    with _messages(kernels=True) as console:
+        found = this.examine()
     advice = this.advise(found)
     if as_json:
         print(json.dumps({**found, "what_to_do": advice}, indent=2))
     else:
-        this.show(found, advice, stdout())
+        this.show(found, advice, console)
     if not this.healthy(found):
         raise typer.Exit(1)
 
@@ -67,12 +67,21 @@ _Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu. Default:
 
 
 @contextmanager
-def _messages() -> Iterator[Console]:
-    """The console for results; an error that the user can mend ends the command as one message."""
+def _messages(*, kernels: bool = False, json_file: Path | None = None, plot: Path | None = None) -> Iterator[Console]:
+    """The console for results; an error that the user can mend ends the command as one message.
+
+    The kernels, for a command that runs them, are chosen first, and the files that it will write found writable.
+    """
     from megasetup.cli.console import stdout
     from megasetup.cli.errors import CommandError
+    from megasetup.cli.output import check_writable
+    from megasetup.cli.settings import check_kernels
 
     try:
+        if kernels:
+            check_kernels()
+        check_writable("--json", json_file)
+        check_writable("--plot", plot)
         yield stdout()
     except CommandError as error:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
@@ -108,7 +117,7 @@ def sync(
     """Refresh every FP32 copy: the per-tensor path against one plan."""
     from megasetup.cli.bench.command import run_sync
 
-    with _messages() as console:
+    with _messages(kernels=True, json_file=json_file, plot=plot) as console:
         run_sync(
             console,
             shape_names=shapes,
@@ -142,7 +151,7 @@ def step(
     """Make and step Megatron's hybrid optimizer and ours: time, memory, and the same bits."""
     from megasetup.cli.bench.command import run_step
 
-    with _messages() as console:
+    with _messages(kernels=True, json_file=json_file) as console:
         run_step(
             console,
             shape_name=shapes,
@@ -167,7 +176,7 @@ def expert_bias(
     """Recast expert bias to FP32: one .to() each against one launch."""
     from megasetup.cli.bench.command import run_expert_bias
 
-    with _messages() as console:
+    with _messages(kernels=True, json_file=json_file) as console:
         run_expert_bias(
             console, routers=routers, experts=experts, repeat=repeat, device_name=device, json_file=json_file
         )
@@ -190,7 +199,7 @@ def host(
     """Time the CPU kernels against torch, and what pinning memory costs."""
     from megasetup.cli.bench.command import run_host
 
-    with _messages() as console:
+    with _messages(kernels=True, json_file=json_file) as console:
         run_host(
             console,
             elements=int(elements),
@@ -265,7 +274,7 @@ def plan(
     json_file: _Json = None,
 ) -> None:
     """Say what a run will hold on each GPU and node, whether it fits, and how long a sync takes. Needs no GPU."""
-    with _messages() as console:
+    with _messages(kernels=measure, json_file=json_file) as console:
         from megasetup.cli.plan import run
 
         fits = run(
@@ -327,7 +336,7 @@ def demo(
     device: _Device = None,
 ) -> None:
     """Small real models imported, checked, planned, trained (on a GPU); stale copies found, refreshed, repaired."""
-    with _messages() as console:
+    with _messages(kernels=True) as console:
         from megasetup.cli.bench.command import resolve_device
         from megasetup.cli.demo.command import run
 

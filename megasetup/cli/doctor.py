@@ -6,6 +6,7 @@ that cannot work at all (a kernel that gives wrong values) makes the command fai
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import asdict
 from typing import Any
@@ -82,6 +83,7 @@ def examine() -> dict[str, Any]:
         "processor_quota": machine.processor_quota(),
         "local_ranks": machine.local_ranks(),
         "threads": threads,
+        "threads_setting": os.environ.get("MEGASETUP_NUM_THREADS", ""),
         "huge_pages": machine.huge_pages(),
         "memory": {**asdict(memory), "usable": memory.usable},
     }
@@ -143,6 +145,12 @@ def _advise_gpus(found: dict[str, Any]) -> list[str]:
 
 def _advise_host(found: dict[str, Any]) -> list[str]:
     advice = []
+    setting = found["threads_setting"].strip()
+    if setting and not (setting.isdecimal() and int(setting)):
+        advice.append(
+            f"MEGASETUP_NUM_THREADS is {setting!r}, which is no whole number from 1 on, and {found['threads']} worker "
+            "threads are used: put it right, or unset it."
+        )
     cores = min(found["cores"], found["processor_quota"] or found["cores"])
     if cores / found["local_ranks"] < 2:
         advice.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from megasetup.cli.bench import host as bench_host
 from megasetup.cli.configs import load, policy_of, quiet_libraries
 from megasetup.cli.console import amount, duration, facts, gigabytes, steps, table, title
 from megasetup.cli.errors import CommandError
+from megasetup.cli.output import write_json
 from megasetup.cli.wire import measure_device_copy, measure_wire
 from megasetup.planning import Limits, PlanningError, RankPlan, Rates, RunPlan, plan_policy
 from megasetup.planning.memory import Where
@@ -55,9 +55,8 @@ def run(
     plan = _plan(loaded, path, gpus, nodes, limits, rates)
     show(console, plan)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         asked = {"config": str(path), "overrides": list(overrides), "environment": machine.environment()}
-        json_file.write_text(json.dumps({**asked, **plan.to_dict()}, indent=1) + "\n")
+        write_json(json_file, {**asked, **plan.to_dict()})
         console.print(f"Written: {escape(str(json_file))}")
     return plan.fits
 

@@ -14,6 +14,7 @@ from megasetup.cli.bench import expert_bias, host, pinning, ranks, sync
 from megasetup.cli.bench.workload import PRECISION_AWARE, STANDARD, Buffers, Workload, check_memory, cut, flat_elements
 from megasetup.cli.console import steps
 from megasetup.cli.errors import CommandError
+from megasetup.cli.output import check_writable
 
 CPU = torch.device("cpu")
 
@@ -21,13 +22,13 @@ CPU = torch.device("cpu")
 def test_sync_writes_json_and_a_png(megasetup, tmp_path):
     done = megasetup(
         *("bench", "sync", "--shapes", "tiny", "--device", "cpu", "--repeat", 3, "--baseline-repeat", 2),
-        *("--threads", "2,1", "--json", "out/sync.json", "--plot", "out/sync.png"),
+        *("--threads", "2,1", "--json", "sync.json", "--plot", "sync.png"),
     )
     assert "per tensor" in done.stdout
     assert done.stdout.count("exact") == 6
-    assert (tmp_path / "out/sync.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert (tmp_path / "sync.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-    data = json.loads((tmp_path / "out/sync.json").read_text())
+    data = json.loads((tmp_path / "sync.json").read_text())
     assert data["benchmark"] == "sync"
     assert data["environment"]["command"].startswith("megasetup bench sync --shapes tiny")
     assert data["environment"]["versions"]["torch"]
@@ -53,7 +54,6 @@ def test_sync_writes_json_and_a_png(megasetup, tmp_path):
     assert data["results"][1]["level_1_alone"] is None
 
 
-def test_sync_of_a_checkpoint_folder_uses_its_values(tmp_path):
 def test_levels_of_the_per_tensor_path_add_up_to_its_time():
     # Each level's own median, 2 and 2, would be 4 in all: less than the total of any run.
     runs = [{1: 1.0, 2: 4.0}, {1: 2.0, 2: 4.0}, {1: 5.0, 2: 2.0}]
@@ -66,6 +66,7 @@ def test_levels_of_the_per_tensor_path_add_up_to_its_time():
     assert even["median_run_seconds_by_level"] == {"1": 2.0, "2": 3.0}
 
 
+def test_sync_of_a_checkpoint_folder_uses_its_values(tmp_path):
     values = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(100)}
     save_file(values, tmp_path / "model.safetensors")
     found = shapes.of_safetensors(tmp_path)
@@ -191,6 +192,12 @@ def test_host_of_more_than_memory_holds():
         (["sync", "--safetensors", "nowhere"], "holds no *.safetensors file"),
         (["sync", "--device", "tpu9"], "is no device"),
         (["sync", "--ranks", "2", "--mode", "both"], "--ranks takes one named shape set, one mode"),
+        (["sync", "--plot", "sync.svg"], "give a name that ends in .png"),
+        (["sync", "--json", "/proc/sync.json"], "--json /proc/sync.json cannot be written: No such file or directory"),
+        (["sync", "--plot", "/proc/sync.png"], "--plot /proc/sync.png cannot be written: No such file or directory"),
+        (["host", "--json", "/nowhere/at/host.json"], "there is no folder /nowhere/at; make it"),
+        (["expert-bias", "--json", "/proc"], "--json /proc is a folder"),
+        (["step", "--json", "/proc/step.json"], "--json /proc/step.json cannot be written"),
     ],
 )
 def test_what_cannot_be_followed_is_one_message(arguments, message):
@@ -198,6 +205,19 @@ def test_what_cannot_be_followed_is_one_message(arguments, message):
     assert done.exit_code == 1
     assert done.stderr.startswith("Error: ")
     assert message in done.stderr
+
+
+def test_finding_a_file_writable_changes_nothing(tmp_path):
+    there, absent = tmp_path / "there.json", tmp_path / "absent.json"
+    there.write_text("{}")
+    (tmp_path / "link.json").symlink_to(absent)
+    for file in (there, absent, tmp_path / "link.json"):
+        check_writable("--json", file)
+    assert there.read_text() == "{}"
+    assert not absent.exists()
+    assert (tmp_path / "link.json").is_symlink()
+    with pytest.raises(CommandError, match="give the path of a file"):
+        check_writable("--json", tmp_path)
 
 
 def test_a_gpu_that_is_not_there_is_one_message(megasetup):

@@ -46,11 +46,23 @@ def test_elements_of_an_offloaded_optimizer():
     assert doctor._offload({"usable": 24e9, "lock_limit": 8_000_000}).endswith("where the driver counts, allows 2.0 M")
 
 
-def test_local_ranks_come_from_the_launcher(megasetup, monkeypatch):
+def test_local_ranks_and_threads_come_from_the_environment(megasetup, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    monkeypatch.setenv("MEGASETUP_NUM_THREADS", "abc")
     found = json.loads(megasetup("doctor", "--json").stdout)
     assert found["local_ranks"] == 64
     assert any("64 local ranks" in line for line in found["what_to_do"])
+    assert any("MEGASETUP_NUM_THREADS is 'abc'" in line for line in found["what_to_do"])
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("bench", "expert-bias", "--device", "cpu")], ids=["doctor", "bench"])
+def test_kernels_that_cannot_run_are_one_message(megasetup, monkeypatch, command):
+    monkeypatch.setenv("MEGASETUP_CPU_ISA", "foo")
+    done = megasetup(*command, status=1)
+    assert done.stdout == ""
+    assert done.stderr.startswith("Error: CPU kernels 'foo' cannot run here")
+    assert "MEGASETUP_CPU_ISA" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # A machine on which nothing is missing, as examine() would describe it.
@@ -73,6 +85,8 @@ _GOOD = {
     "cores": 16,
     "processor_quota": None,
     "local_ranks": 1,
+    "threads": 8,
+    "threads_setting": "6",
     "huge_pages": "madvise",
     "memory": {"total": 128e9, "container_limit": None, "lock_limit": None},
 }
@@ -98,6 +112,11 @@ def test_nothing_to_do_where_nothing_is_missing():
         ({"gpus": [{**_GPU, "numa_cores": 0}]}, "--cpunodebind=0"),
         ({"local_ranks": 16}, "16 local ranks"),
         ({"processor_quota": 1.5}, "1.5 cores for 1 local ranks"),
+        (
+            {"threads_setting": "abc"},
+            "MEGASETUP_NUM_THREADS is 'abc', which is no whole number from 1 on, and 8 worker",
+        ),
+        ({"threads_setting": "0"}, "MEGASETUP_NUM_THREADS is '0'"),
         ({"huge_pages": "never"}, "transparent_hugepage"),
         ({"memory": {**_GOOD["memory"], "container_limit": 16e9}}, "16.0 GB of the machine's 128.0 GB"),
         ({"memory": {**_GOOD["memory"], "lock_limit": 8e6}}, "ulimit -l"),

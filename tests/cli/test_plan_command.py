@@ -8,9 +8,11 @@ import pytest
 import torch
 from config_files import DENSE_PARAMETERS, write_checkpoint, write_config
 from rich.console import Console
+from typer.testing import CliRunner
 
 from megasetup.cli import machine
 from megasetup.cli import plan as command
+from megasetup.cli.app import app
 from megasetup.cli.errors import CommandError
 from megasetup.planning import Limits, Rates, plan_policy
 
@@ -44,6 +46,18 @@ def test_a_plan_on_the_command_line(tmp_path, megasetup):
     assert "tensor 2, pipeline 1, context 1, data 2" in done.stdout
     assert "Not counted: activations" in " ".join(done.stdout.split())
     assert done.stderr == ""  # what other packages say stays out of it
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [("/proc/plan.json", "No such file or directory"), ("out/plan.json", "there is no folder")]
+)
+def test_json_that_cannot_be_written_is_said_before_planning(tmp_path, monkeypatch, file, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "run", lambda *_, **__: pytest.fail("planned"))
+    done = CliRunner().invoke(app, ["plan", "config.yaml", "--gpus", "8", "--json", file])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"Error: --json {file} cannot be written: {said}")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_does_not_fit_is_status_1(tmp_path, megasetup):

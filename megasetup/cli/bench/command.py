@@ -7,7 +7,6 @@ fails when a value was wrong.
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megasetup.cli.bench import expert_bias, host, pinning, plot, ranks, step, s
 from megasetup.cli.bench.workload import LEVELS
 from megasetup.cli.console import steps
 from megasetup.cli.errors import CommandError
+from megasetup.cli.output import write_json
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -72,9 +72,7 @@ def _shape_sets(names: str, folder: Path | None, scale: float) -> list[shapes.Sh
 
 def _write(benchmark: str, data: dict[str, Any], json_file: Path | None) -> None:
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        whole = {"benchmark": benchmark, "environment": machine.environment(), **data}
-        json_file.write_text(json.dumps(whole, indent=1) + "\n")
+        write_json(json_file, {"benchmark": benchmark, "environment": machine.environment(), **data})
 
 
 def _finish(benchmark: str, data: dict[str, Any], verified: bool, json_file: Path | None, console: Console) -> None:
@@ -107,7 +105,7 @@ def run_sync(
         CommandError: an option that cannot be followed, missing memory or packages, or wrong values.
     """
     if plot_file is not None:
-        plot.check_available()
+        plot.check(plot_file)
     device, sets, modes = resolve_device(device_name), _shape_sets(shape_names, folder, scale), _modes(mode)
     thread_counts = _numbers("--threads", threads)
     if rank_count > 1:

@@ -11,12 +11,14 @@ from megasetup.cli.errors import CommandError
 _PER_TENSOR, _PLAN = "#9aa5b1", ("#1f77b4", "#5a9bd0", "#97c1e3", "#c6dcf0")
 
 
-def check_available() -> None:
+def check(file: Path) -> None:
     """Say that the picture cannot be drawn before the benchmark has run for nothing.
 
     Raises:
-        CommandError: matplotlib is not installed.
+        CommandError: the file's name is no PNG's, or matplotlib is not installed.
     """
+    if file.suffix.lower() != ".png":
+        raise CommandError(f"--plot {file}: the picture is a PNG, so give a name that ends in .png")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -57,6 +59,5 @@ def draw(data: dict[str, Any], file: Path) -> None:
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
